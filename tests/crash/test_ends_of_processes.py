@@ -117,6 +117,36 @@ async def test_the_end_of_a_process_waits_so_long_for_promotions_and_memory_keep
         assert restored.tree["w"].tolist() == [3] * 5000
 
 
+HUNG = """
+from tieredckpt import _opened as opened
+opened.EXIT_SECONDS = opened._TOLD_AFTER = opened._LET_GO_SECONDS = 0.5
+hung = threading.Event()
+def hang(*_):
+    hung.set()
+    threading.Event().wait()
+store = CheckpointStore.open(settings).sync().__enter__()
+store.save(1, state(1))
+"""
+HUNG_IN_A_PUT = """
+os.replace = hang
+threading.Thread(target=lambda: store.save(2, state(2)), daemon=True).start()
+"""
+HUNG_IN_A_READ = """
+os.preadv = hang
+threading.Thread(target=store.restore, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("call", [HUNG_IN_A_PUT, HUNG_IN_A_READ], ids=["put", "read"])
+async def test_a_process_ends_though_a_file_system_never_answers(tmp_path: Path, call: str) -> None:
+    settings = config({"disk": folder(tmp_path / "disk", deadline=0.5)})
+    assert run(settings, f"{HUNG}{call}hung.wait()\nprint('over')").stdout == "over\n"
+    async with CheckpointStore.open(settings) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert restored.step == 1
+
+
 async def test_a_store_that_was_only_looked_at_ends_as_quietly(tmp_path: Path) -> None:
     settings = config({"disk": folder(tmp_path / "disk")})
     run(settings, BLOCKING)

@@ -14,7 +14,7 @@ from reliability.system import failing_calls
 from reliability.tiers import FaultyTiers
 from support.agents import eventually
 from support.file_systems import FILE_SYSTEMS
-from support.scenes import CHUNK, Heard, assert_same, config, folder, ram, tree
+from support.scenes import CHUNK, Heard, assert_same, config, files_below, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -40,13 +40,14 @@ async def assert_all_intact(store: CheckpointStore) -> None:
 # -- calls of the system ----------------------------------------------------------------------------------
 
 
-TIMES = (1, 2, 4, 9)
+TIMES = {"posix": (1, 2, 4, 9), "nfs": (1, 4), "lustre": (2, 9)}
+"""Which of each call fails, by kind; ``pytest -m slow`` has the first 15 with each error."""
 
 
 @pytest.mark.parametrize("kind", FILE_SYSTEMS)
 async def test_a_call_of_the_system_that_fails_costs_no_step(shared_memory: Path, kind: str) -> None:
     """Each call fails at its n-th time, for several n, while steps are promoted, evicted and collected."""
-    failures = [(nth, ERRORS[i % len(ERRORS)]) for i, nth in enumerate(TIMES)]
+    failures = [(nth, ERRORS[i % len(ERRORS)]) for i, nth in enumerate(TIMES[kind])]
     struck = await fail_each_call(shared_memory, failures, kind)
     assert struck.keys() >= {"open", "replace", "unlink", "mkdir", "fsync", "stat"}, struck
     assert list(shared_memory.iterdir()) == []
@@ -79,7 +80,7 @@ async def test_a_file_that_was_not_synced_is_written_again_as_a_whole(shared_mem
 
 def packs_of(disk: Path) -> list[Path]:
     """The packs of a tier, those included that have no name of their own yet."""
-    return [*disk.rglob("*.pack"), *disk.rglob("*~")]
+    return [path for path in files_below(disk) if path.name.endswith((".pack", "~"))]
 
 
 async def test_a_tier_that_comes_and_goes_has_everything_in_the_end(shared_memory: Path, faults: FaultyTiers) -> None:
@@ -121,7 +122,8 @@ async def test_a_file_system_that_is_full_keeps_what_it_has_and_takes_more_when_
         for info in await store.steps():
             assert not any(found.problem for found in await store.verify(info.step))
         eventually(
-            lambda: not list((tiny_file_system / "disk").rglob("*~")), "nothing of the puts that failed takes room"
+            lambda: not any(path.name.endswith("~") for path in files_below(tiny_file_system / "disk")),
+            "nothing of the puts that failed takes room",
         )
         ballast.unlink()
         await heard.first(TierRecovered)

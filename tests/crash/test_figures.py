@@ -17,15 +17,15 @@ from reliability.figures import Budget
 from reliability.replay import Lost
 from typer.testing import CliRunner
 
-LEAST = Budget(every=10_000, every_of_ranks=10_000, kills=2, agent_kills=1, seconds=2.0, pace=0.0, times=1, inputs=3)
+LEAST = Budget(every=10_000, every_of_ranks=10_000, kills=2, agent_kills=1, seconds=0.0, pace=0.0, times=1, inputs=3)
 """One of everything."""
 
 
 @pytest.fixture(autouse=True)
 def _least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "BUDGETS", {"short": LEAST})
-    # Whose changes take long to enumerate; the replay has tests of its own.
-    monkeypatch.setattr(figures, "KINDS", ["object"])
+    monkeypatch.setattr(figures, "ERRORS", figures.ERRORS[:1])
+    monkeypatch.setattr(figures, "KINDS", ["object"])  # the replay has tests of its own
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_what_is_lost_in_one_part_is_told_beside_the_others(monkeypatch: pytest.
     def lost(*_: Any, **__: Any) -> None:
         raise Lost("serial 3 was acknowledged, and is held nowhere")
 
-    for part in ("_crash", "_crash_ranks", "kill", "fail_calls"):
+    for part in ("_crash", "_crash_ranks", "kill", "fail_calls", "run_soak"):
         monkeypatch.setattr(figures, part, lost)
     output = printed("all", "--budget", "short", code=1)
     assert "serial 3 was acknowledged" in output

@@ -30,7 +30,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 
 def tiers(path: Path, **more: Any) -> dict[str, Any]:
-    return {"network": folder(path, **({"deadline": 0.3, "direct": None, "fsync": True} | more))}
+    return {"network": folder(path, **({"deadline": 1.0, "direct": None, "fsync": True} | more))}
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support import trainer as trainer_module
 from support.insight import bytes_of_listed_steps, slab_of, tier_of
-from support.scenes import Heard, assert_same, crash, folder, ram, ram_in
+from support.scenes import Heard, assert_same, crash, files_below, folder, ram, ram_in
 from support.trainer import CHUNK, POINTS, state
 
 from tieredckpt import CheckpointStore
@@ -185,7 +185,7 @@ async def test_killed_in_the_middle_of_a_save_it_leaves_whole_steps_and_no_trace
 
 
 def files_of_steps(root: Path) -> set[str]:
-    return {path.relative_to(root / "steps").as_posix() for path in (root / "steps").rglob("*") if path.is_file()}
+    return {path.relative_to(root / "steps").as_posix() for path in files_below(root / "steps")}
 
 
 async def test_a_trainer_may_die_again_and_again(tiers: dict[str, Any]) -> None:

@@ -411,7 +411,7 @@ async def test_a_marker_of_another_format_is_never_replaced(place: Path) -> None
     async with saved(place, "disk"):
         pass
     path = root_of(place, "disk") / layout.MARKER
-    newer = path.read_bytes().replace(b'"format_version": 1', b'"format_version": 3')
+    newer = path.read_bytes().replace(b'"format_version": 1', b'"format_version": 4')
     path.write_bytes(newer)
     with pytest.raises(Corrupt, match="use a newer tieredckpt"):
         async with opened(place, "disk"):

@@ -1,11 +1,12 @@
-"""Starts ranks as torchrun does, by forks of one interpreter that has imported torch, which takes most of the time.
+"""Starts ranks by forks of one interpreter that has imported what they do, which takes most of the time.
 
-``python fork_ranks.py PROGRAM RANKS PORT NOTICE``: ends the other ranks when one has failed, which it looks for every
-NOTICE seconds, and exits with 1 then.
+``python fork_ranks.py ENGINE PROGRAM RANKS PORT NOTICE``: exits with 1 if a rank has failed. Of torch, as torchrun
+does, it then ends the others, which it looks for every NOTICE seconds.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import signal
@@ -13,21 +14,34 @@ import sys
 import time
 from pathlib import Path
 
-import torch.distributed as dist
+_MODULES = {"torch": ("torch.distributed",), "jax": ("jax",), "none": ()}
+"""What the ranks of each engine import besides what their program names at its top."""
 
 
 def main() -> None:
-    """Be the launcher, and in its forks the ranks."""
-    program, ranks, port, notice = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    """Run the launcher, and in its forks the ranks."""
+    engine, program, ranks, port, notice = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
+    sys.argv, sys.path[0] = [program], str(Path(program).parent)
+    for module in (*_MODULES[engine], "tieredckpt.engine.engine"):
+        importlib.import_module(module)
+    runpy.run_path(program)  # its imports, and not what it does as a program
     running = set[int]()
     for rank in range(ranks):
         process = os.fork()
         if process == 0:
-            os.environ |= variables(rank, ranks, port)
-            sys.argv, sys.path[0] = [program], str(Path(program).parent)
+            os.environ |= variables(rank, ranks, port) if engine == "torch" else {"RANK": str(rank)}
             runpy.run_path(program, run_name="__main__")
             return
         running.add(process)
+    if engine == "torch":
+        sys.exit(ended_together(running, port, notice))
+    sys.exit(int(max(os.waitpid(process, 0)[1] for process in running) > 0))
+
+
+def ended_together(running: set[int], port: int, notice: float) -> int:
+    """Serve the store of the ranks until all have ended; 1 if one failed, after which this ends the others."""
+    import torch.distributed as dist
+
     server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     failed = False
     while running:
@@ -39,7 +53,7 @@ def main() -> None:
             for process in running:
                 os.kill(process, signal.SIGTERM)
     del server  # which the ranks have used
-    sys.exit(int(failed))
+    return int(failed)
 
 
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -15,8 +15,8 @@ In the program, a file that runs in every process::
         me.mark("saving")
         me.tell({"loss": 0.5})
 
-The engines: ``torch`` (gloo, started by `fork_ranks`, and by torchrun where that restarts ranks), ``mpi`` (mpiexec,
-mpi4py), ``jax`` (jax.distributed), and ``none``: processes with the variables of torchrun and no engine at all.
+The engines: ``torch`` (gloo), ``mpi`` (mpiexec, mpi4py), ``jax`` (jax.distributed), and ``none``: processes with the
+variables of torchrun and no engine at all. `fork_ranks` starts all but those of MPI, and those that torchrun restarts.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def need(engine: str) -> None:
 class Job:
     """The processes of one launch, by rank."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
-        self._processes = processes
+    def __init__(self, launcher: subprocess.Popen[bytes], folder: Path) -> None:
+        self._launcher = launcher
         self._folder = folder
 
     @property
     def output(self) -> str:
         """What the processes have printed so far."""
-        return "\n".join(path.read_text(errors="replace") for path in sorted(self._folder.glob("output-*")))
+        return (self._folder / "output").read_text(errors="replace")
 
     def told(self, rank: int) -> Any:
         """What a rank told; fails the test, with the output, where it told nothing."""
@@ -114,9 +114,9 @@ class Job:
         self._until(ended, f"rank {rank} has not ended", timeout)
 
     def wait(self, *, timeout: float = SOON) -> int:
-        """Wait until all processes have ended; the first exit status that is not 0, else 0."""
-        self._until(lambda: all(p.poll() is not None for p in self._processes), "the job has not ended", timeout)
-        return next((p.returncode for p in self._processes if p.returncode), 0)
+        """Wait until all processes have ended; the exit status of their launcher."""
+        self._until(lambda: self._launcher.poll() is not None, "the job has not ended", timeout)
+        return self._launcher.returncode
 
     def succeed(self, *, timeout: float = SOON) -> None:
         """The same for a job that must not fail."""
@@ -132,7 +132,7 @@ class Job:
     def _until(self, done: Any, what: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while not done():
-            ended = all(process.poll() is not None for process in self._processes)
+            ended = self._launcher.poll() is not None
             if (ended and not done()) or time.monotonic() >= deadline:
                 when = "and everything has ended" if ended else f"within {timeout:.0f} s"
                 pytest.fail(f"{what} {when}; the output was:\n{self.output}")
@@ -141,11 +141,10 @@ class Job:
     def end(self) -> None:
         """Kill whatever of it still runs."""
         found: dict[int, psutil.Process] = {}
-        for process in self._processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.poll() is None:
-                    parent = psutil.Process(process.pid)
-                    found |= {each.pid: each for each in [parent, *parent.children(recursive=True)]}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._launcher.poll() is None:
+                parent = psutil.Process(self._launcher.pid)
+                found |= {each.pid: each for each in [parent, *parent.children(recursive=True)]}
         for path in self._folder.glob("pid-*"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each = psutil.Process(int(path.read_text()))
@@ -154,8 +153,7 @@ class Job:
         for each in found.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-        for process in self._processes:
-            process.wait(SOON)
+        self._launcher.wait(SOON)
         psutil.wait_procs(list(found.values()), timeout=SOON)
         for path in self._folder.glob("shared-*"):  # MPI removes its own only when all ranks end in order
             for name in path.read_text().splitlines():
@@ -194,30 +192,22 @@ def launch(
         "TIEREDCKPT_TEST_FOLDER": str(folder),
         **(environment or {}),
     }
-    python = [sys.executable, str(program)]
-    commands: list[tuple[list[str], dict[str, str]]]
     if engine == "torch" and restarts:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        commands = [([*torchrun, f"--max-restarts={restarts}", f"--monitor-interval={notice}", str(program)], common)]
-    elif engine == "torch":
-        forking = [sys.executable, str(Path(__file__).with_name("fork_ranks.py"))]
-        commands = [([*forking, str(program), str(ranks), str(free_port()), str(notice)], common)]
+        command = [*torchrun, f"--max-restarts={restarts}", f"--monitor-interval={notice}", str(program)]
     elif engine == "mpi":
-        commands = [([str(mpiexec()), "-n", str(ranks), *python], common)]
+        command = [str(mpiexec()), "-n", str(ranks), sys.executable, str(program)]
     else:
-        port = free_port()
-        each = {"WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": str(port)}
-        commands = [(python, {**common, **each, "RANK": str(rank)}) for rank in range(ranks)]
-    processes: list[subprocess.Popen[bytes]] = []
-    job = Job(processes, folder)
+        port = str(free_port())
+        common |= {"WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": port}
+        forking = [sys.executable, str(Path(__file__).with_name("fork_ranks.py")), engine]
+        command = [*forking, str(program), str(ranks), port, str(notice)]
+    with open(folder / "output", "wb") as output:
+        launcher = subprocess.Popen(
+            command, env=common, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+    job = Job(launcher, folder)
     try:
-        for number, (command, variables) in enumerate(commands):
-            with open(folder / f"output-{number}", "wb") as output:
-                processes.append(
-                    subprocess.Popen(
-                        command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-                    )
-                )
         yield job
     finally:
         job.end()

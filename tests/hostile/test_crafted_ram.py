@@ -36,7 +36,7 @@ async def with_a_step(place: Path) -> Path:
 
 
 def forge_in_ram(root: Path, where: Callable[[list[Extent]], list[Extent]], *, alike: bool) -> None:
-    """Let the only step in RAM claim other extents, for chunks that are told to be alike or not."""
+    """Make the only step in RAM claim other extents, for chunks that are said to be alike or not."""
     (manifest,) = root.glob("steps/*/manifest.ocdbt")
     (btree,) = root.glob("steps/*/btree")
     key = btree.relative_to(root).as_posix()

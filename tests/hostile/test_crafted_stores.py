@@ -350,7 +350,7 @@ async def test_a_made_up_lease_keeps_nobody_out(tmp_path: Path, lease: bytes) ->
 
 async def test_a_tier_whose_marker_is_no_marker_says_so(tmp_path: Path) -> None:
     root = plant(tmp_path / "a", encode_step(*sound(), btree_path=BTREE, encoding=CRC32C))
-    for data in (b"[" * 60_000, as_json({**marker_json(), "format_version": 3}), bytes(MIB)):
+    for data in (b"[" * 60_000, as_json({**marker_json(), "format_version": 4}), bytes(MIB)):
         write(root, layout.MARKER, data)
         (root / layout.manifest_key(STEP, SERIAL)).unlink(missing_ok=True)
         with pytest.raises(Corrupt):
@@ -419,6 +419,7 @@ async def test_what_a_store_makes_is_its_users_alone(tmp_path: Path, shared_memo
             await store.save(1, {"x": np.random.default_rng(0).random(9000)})
             await store.flush()
             made = [*(tmp_path / "disk").rglob("*"), *(shared_memory / "of-test" / "ram").rglob("*")]
+            made = [path for path in made if not path.name.endswith("~")]  # as of a lease that is being renewed
             assert len(made) > 10
             for path in (tmp_path / "disk", shared_memory / "of-test" / "ram", *made):
                 assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
@@ -430,7 +431,7 @@ async def test_what_a_store_makes_is_its_users_alone(tmp_path: Path, shared_memo
 
 
 async def lead_a_life(root: Path) -> None:
-    """All that a store is asked for; it may refuse each, and nothing else."""
+    """Call every method of a store; each may be refused, and nothing else may happen."""
     with suppress(TieredCkptError):
         async with opened(root, root.parent / "b") as store:
             for info in await store.steps():

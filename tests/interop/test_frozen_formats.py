@@ -13,6 +13,7 @@ import pytest
 import tensorstore as ts
 
 from tieredckpt import CheckpointStore
+from tieredckpt.errors import NotFound
 
 _DATA = Path(__file__).parents[1] / "data"
 
@@ -138,3 +139,33 @@ async def test_stock_tensorstore_opens_format_1(store_folder: Path) -> None:
     ) as store:
         array = await ts.open(await store.spec(21, "params/dense/kernel"))
     assert np.array_equal(await array.read(), _tree(3)["params"]["dense"]["kernel"])
+
+
+async def test_derived_steps_of_format_3_are_within_their_bound(tmp_path: Path) -> None:
+    """Step 20 is there exact and derived, step 10 derived alone: the kernel is rounded to 7 bits, an array left out."""
+    folder = shutil.copytree(_DATA / "format-3", tmp_path / "store")
+    rules = [{"keys": ["params/dense/kernel"], "max_error": "0.4%"}, {"keys": ["big endian"], "drop": True}]
+    place = {"kind": "posix", "path": str(folder)}
+    config = {"store": {"name": "frozen"}, "tiers": {"disk": place, "small": {**place, "lossy": rules}}}
+    async with CheckpointStore.open(config, read_only=True) as store:
+        exact = await store.restore(lossy=True)
+        assert exact is not None
+        assert not exact.lossy
+        _assert_same(exact.tree, _tree(2))
+        with pytest.raises(NotFound, match="lossy=True"):
+            await store.restore(10)
+        derived = await store.restore(10, lossy=True)
+        assert derived is not None
+        expected = _tree(1)
+        del expected["big endian"]
+        kernel = expected["params"]["dense"]["kernel"]
+        expected["params"]["dense"]["kernel"] = kernel.astype(ml_dtypes.bfloat16).astype(np.float32)
+        _assert_same(derived.tree, expected)
+        stock = await ts.open(await store.spec(10, "params/dense/kernel", "small"))
+        assert np.array_equal(await stock.read(), expected["params"]["dense"]["kernel"])
+        how = (await store.describe(10)).derived["small"]
+        assert 0.0019 < how.arrays["params/dense/kernel"].worst <= 0.00390625
+        assert how.dropped == ("big endian",)
+    async with CheckpointStore.open({"tiers": {"disk": place}}, read_only=True) as store:
+        with pytest.raises(NotFound):
+            await store.restore(10)

@@ -23,7 +23,7 @@ def _build(folder: Path) -> Path:
     """The program that runs the cases."""
     configure = [
         "cmake", "-S", str(_NATIVE), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Debug",
-        "-DTIEREDCKPT_TESTS=ON", "-DTIEREDCKPT_PYTHON=OFF",
+        "-DTIEREDCKPT_TESTS=ON", "-DTIEREDCKPT_PYTHON=OFF", "-DCMAKE_CXX_FLAGS_DEBUG=-O0",
         "-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0",  # the headers are compiled once
     ]  # fmt: skip
     for command in (configure, ["cmake", "--build", str(folder), "--parallel", "2", "--target", "native_tests"]):

@@ -37,6 +37,7 @@ from reliability.forging import (
     tampered_records,
     tampered_steps,
 )
+from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.blobs.codecs import BLOSC, CODECS
@@ -216,7 +217,7 @@ def _with_crc(data: bytes) -> bytes:
 
 def _tampered_parts() -> st.SearchStrategy[bytes]:
     """Parts of ranks: any byte changed, or an element or the record, under a checksum that fits."""
-    elements = msgspec.msgpack.decode(_PART[16:-4])
+    elements = msgpack_decoder(list[Any]).decode(_PART[16:-4])
     record = tampered_json(msgspec.json.decode(elements[0])).map(as_json)
     changed = st.integers(1, len(elements) - 1).flatmap(
         lambda i: (
@@ -246,7 +247,7 @@ def _use_part(data: bytes) -> None:
 
 def _tampered_catalogs() -> st.SearchStrategy[bytes]:
     """Catalogs: any byte changed, or an element, under a checksum that fits."""
-    elements = msgspec.msgpack.decode(_CATALOG[16:-4])
+    elements = msgpack_decoder(list[Any]).decode(_CATALOG[16:-4])
     bodies = st.integers(0, len(elements) - 1).flatmap(
         lambda i: (tampered_bytes if isinstance(elements[i], bytes) else tampered_json)(elements[i]).map(
             lambda value: _packed([*elements[:i], value, *elements[i + 1 :]])
@@ -394,14 +395,14 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     Decoder(
         "a request to the CHFS worker",
-        msgspec.msgpack.Decoder(frames.Request).decode,
+        msgpack_decoder(frames.Request).decode,
         _REQUEST,
         tampered_bytes(_REQUEST),
         refusals=_NO_FRAME,
     ),
     Decoder(
         "a reply of the CHFS worker",
-        msgspec.msgpack.Decoder(frames.Reply).decode,
+        msgpack_decoder(frames.Reply).decode,
         _REPLY,
         tampered_bytes(_REPLY),
         refusals=_NO_FRAME,

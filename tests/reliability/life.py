@@ -24,7 +24,7 @@ from reliability.memory import MemoryBlobs, Objects
 from reliability.recorder import FileRecorder, recording
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.config import StoreConfig, TierConfig, load
-from tieredckpt.engine.saving import snapshot
+from tieredckpt.engine.saving import cells
 from tieredckpt.engine.tier import lease, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
@@ -40,7 +40,9 @@ __all__ = [
     "CHUNK",
     "CODEC_CHANGED",
     "KINDS",
+    "LOSSY",
     "SLOW",
+    "SMALL",
     "Life",
     "Tree",
     "config_of",
@@ -68,6 +70,12 @@ KINDS: Mapping[str, Medium] = {"posix": Medium.FILES, "chfs": Medium.SERVERS, "o
 CODEC_CHANGED = "object, then small"
 """The kind of an object store whose chunks are compressed from the second process on; not one of `KINDS`."""
 
+LOSSY = ("posix, and lossy", "object, and lossy")
+"""The kinds of a slower tier at whose place is another one, with lossy copies; not among `KINDS`."""
+
+SMALL = "small"
+"""Name of the tier with lossy copies."""
+
 
 @dataclass(frozen=True)
 class Life:
@@ -88,7 +96,7 @@ class Life:
 def config_of(kind: str, place: Path, *, codec: str | None = None) -> StoreConfig:
     """A store below ``place``; the slower tier of another kind than ``posix`` is given by `slow_stores`."""
     codec = codec or ("small" if kind == CODEC_CHANGED else "none")
-    kind = kind.partition(",")[0]
+    kind, both = kind.partition(",")[0], kind in LOSSY
     policy: dict[str, Any] = {"name": SLOW, "retain": {"kind": "last_n", "n": 3}, "retries": 0, "codec": codec}
     survives = {"survives": "node"}  # the servers are on other nodes
     slow: dict[str, dict[str, Any]] = {
@@ -96,9 +104,15 @@ def config_of(kind: str, place: Path, *, codec: str | None = None) -> StoreConfi
         "chfs": {"kind": "kvstore", "spec": "memory://", **survives},
         "object": {"kind": "kvstore", "spec": "memory://", **survives},
     }
+    lossy = {
+        "name": SMALL,
+        "codec": "small",
+        "lossy": [{"keys": [f"w{i}" for i in range(_ARRAYS)], "max_error": 0.004}],
+    }
+    derived = [slow[kind] | policy | lossy] if both else []
     nearest = {"name": "ram", "kind": "ram", "path": place / "ram", "capacity": 24 * 4096, "on_close": "keep"}
     store = {"chunk_size": CHUNK, "threads": 1, "repack_below": 0.8}
-    return load({"store": store, "tiers": [nearest, slow[kind] | policy]})
+    return load({"store": store, "tiers": [nearest, slow[kind] | policy, *derived]})
 
 
 def slow_store(kind: str, objects: Objects, journal: Journal | None = None) -> MemoryBlobs:
@@ -122,17 +136,18 @@ async def live(kind: str, place: Path, *, seed: int | None = None) -> Life:
     """Live below ``place``, a folder in memory; by the script, or as the seed has it."""
     journal = Journal()
     objects = Objects()
-    folders = {"ram": place / "ram"} | ({SLOW: place / SLOW} if kind == "posix" else {})
+    in_files = kind.partition(",")[0] == "posix"
+    folders = {"ram": place / "ram"} | ({SLOW: place / SLOW} if in_files else {})
     with (
         recording(journal, folders) as recorder,
         slow_stores(lambda: slow_store(kind, objects, journal)),
         dead_when_it_is_read(recorder),
     ):
-        life = _Living(config_of(kind, place, codec="none"), config_of(kind, place), journal, objects)
+        life = _Living(config_of(kind, place, codec="none"), config_of(kind, place), journal, objects, kind in LOSSY)
         await (life.follow_the_script() if seed is None else life.wander(random.Random(seed)))
         recorder.look()
         left = {tier: files_in(folder) for tier, folder in folders.items()}
-    if kind != "posix":
+    if not in_files:
         left[SLOW] = {key: bytes(data) for key, data in objects.data.items()}
     return Life(kind, journal.entries, life.trees, left)
 
@@ -152,20 +167,28 @@ def dead_when_it_is_read(recorder: FileRecorder) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lease, "_this_process", ended)
-        patch.setattr(snapshot, "copy_and_digest", seen)
+        patch.setattr(cells, "copy_and_digest", seen)
         yield
 
 
 class _Living:
-    def __init__(self, first: StoreConfig, config: StoreConfig, journal: Journal, objects: Objects) -> None:
-        """``first`` is the configuration of the first process."""
+    def __init__(
+        self, first: StoreConfig, config: StoreConfig, journal: Journal, objects: Objects, rounds: bool
+    ) -> None:
+        """``first`` is the configuration of the first process; arrays are such as can be rounded if it ``rounds``."""
+        self._rounds = rounds
         self._first: StoreConfig | None = first
         self._config = config
         self._journal = journal
         self._objects = objects
-        self._state: Tree = {f"w{i}": np.full(_ARRAY, i, np.uint8) for i in range(_ARRAYS)}
+        self._state: Tree = {f"w{i}": self._array(i) for i in range(_ARRAYS)}
         self._state["small"] = np.zeros(5, np.float16)
         self.trees: dict[int, Tree] = {}
+
+    def _array(self, value: int) -> np.ndarray[Any, Any]:
+        if self._rounds:
+            return np.full(_ARRAY // 4, (value + 1) / 3, np.float32)
+        return np.full(_ARRAY, value, np.uint8)
 
     async def follow_the_script(self) -> None:
         """Everything once, in an order in which each has something to do."""
@@ -252,7 +275,7 @@ class _Living:
 
     async def _save(self, store: CheckpointStore, step: int, *changed: int) -> None:
         for i in changed:
-            self._state[f"w{i}"] = np.full(_ARRAY, (7 * len(self.trees) + i) % 256, np.uint8)
+            self._state[f"w{i}"] = self._array((7 * len(self.trees) + i) % 256)
         self._state |= {"step": step, "small": self._state["small"] + np.float16(1)}
         # It is known before it can be found, as a save that is under way at the crash may be.
         serial = store._life.engine.state.branch.last_serial + 1

@@ -22,15 +22,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reliability.journal import Acknowledged, Crash, Damaged, Entry, Failure, Medium, Removed, crashes_after
-from reliability.life import SLOW, Life, config_of, slow_store, slow_stores
+from reliability.journal import Acknowledged, Crash, Damaged, Entry, Failure, Medium, Removed, crashes
+from reliability.life import SLOW, SMALL, Life, config_of, slow_store, slow_stores
 from reliability.memory import Objects
 from tieredckpt.engine.inventory import StepInfo
 from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
 from tieredckpt.events import Event, StepEvicted
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
+from tieredckpt.format.rounding import Bound, round_values
 from tieredckpt.store import CheckpointStore
 
 __all__ = ["Lost", "Owed", "Recorded", "Replayed", "distinct_crashes", "rebuild", "replay", "same", "survive"]
@@ -83,15 +85,22 @@ class _Ledger:
                 self.acknowledged.discard((tier, serial))
                 self.damaged.add((tier, serial))
             case Removed(tier=tier, path=path):
+                if path.startswith(layout.DERIVED):
+                    tier, path = SMALL, path.removeprefix(layout.DERIVED)
                 folder, _, name = path.rpartition("/")
                 if name == layout.MANIFEST and (step := layout.parse_step_folder(f"{folder}/")) is not None:
                     self.acknowledged.discard((tier, step[1]))  # it was evicted
 
     def owed(self, crash: Crash) -> Owed:
         return Owed(
-            frozenset((tier, serial) for tier, serial in self.acknowledged if tier in crash.files),
+            frozenset((tier, serial) for tier, serial in self.acknowledged if _place(tier) in crash.files),
             frozenset(self.damaged),
         )
+
+
+def _place(tier: str) -> str:
+    """The medium of a tier."""
+    return SLOW if tier == SMALL else tier
 
 
 class Recorded(Protocol):
@@ -107,18 +116,19 @@ class Recorded(Protocol):
 def distinct_crashes(life: Recorded, failure: Failure, counted: Replayed | None = None) -> Iterator[tuple[Crash, Owed]]:
     """Every crash of a life that leaves something new to see or owes something new, with what it owes."""
     ledger = _Ledger()
+    posted = 0
     seen: set[int] = set()
-    for at in range(len(life.entries) + 1):
-        if at:
-            ledger.post(life.entries[at - 1])
-        for crash in crashes_after(life.entries[:at], life.media, failure):
-            if counted is not None:
-                counted.crashes += 1
-            owed = ledger.owed(crash)
-            key = hash((_visible(crash.files), owed))
-            if key not in seen:
-                seen.add(key)
-                yield crash, owed
+    for crash in crashes(life.entries, life.media, failure):
+        for entry in life.entries[posted : crash.at]:
+            ledger.post(entry)
+        posted = crash.at
+        if counted is not None:
+            counted.crashes += 1
+        owed = ledger.owed(crash)
+        key = hash((_visible(crash.files), owed))
+        if key not in seen:
+            seen.add(key)
+            yield crash, owed
 
 
 def _visible(files: Mapping[str, Mapping[str, bytes]]) -> frozenset[tuple[str, str, bytes]]:
@@ -154,7 +164,7 @@ async def replay(life: Life, failure: Failure, place: Path, *, every: int = 1) -
 
 async def survive(life: Life, crash: Crash, owed: Owed, place: Path) -> int:
     """Open a store over what a crash left, below ``place``, and hold it to the promises; how many steps it listed."""
-    objects = rebuild(crash, place, in_memory=life.kind != "posix")
+    objects = rebuild(crash, place, in_memory=not life.kind.startswith("posix"))
     with slow_stores(lambda: slow_store(life.kind, objects)):
         opening = CheckpointStore.open(config_of(life.kind, place))
         # What the life had no time to evict is evicted now, at any moment of what follows.
@@ -195,27 +205,31 @@ def rebuild(crash: Crash, place: Path, *, in_memory: bool) -> Objects:
 
 def _check_listed(listed: Mapping[int, StepInfo], owed: Owed, evicted: AbstractSet[Copy]) -> None:
     for tier, serial in sorted(owed.acknowledged - evicted):
-        if serial not in listed or tier not in listed[serial].tiers:
-            held = listed[serial].tiers if serial in listed else "nowhere"
+        if serial not in listed or tier not in _tiers(listed[serial]):
+            held = _tiers(listed[serial]) if serial in listed else "nowhere"
             raise Lost(f"serial {serial} was acknowledged on tier {tier!r}, and is held {held}")
+
+
+def _tiers(info: StepInfo) -> tuple[str, ...]:
+    return (*info.tiers, *info.lossy)
 
 
 async def _check_restores(
     store: CheckpointStore, info: StepInfo, life: Life, owed: Owed, evicted: AbstractSet[Copy]
 ) -> None:
     step = StepId(info.serial, info.step)
-    copies = {(tier, info.serial) for tier in info.tiers}
+    copies = {(tier, info.serial) for tier in _tiers(info)}
     try:
         for found in await store.verify(info.step, serial=info.serial):
             copy = (found.tier, info.serial)
-            if found.problem and found.tier in info.tiers and copy not in owed.damaged:
+            if found.problem and found.tier in _tiers(info) and copy not in owed.damaged:
                 with suppress(TieredCkptError):
                     await store.flush()  # an eviction that is under way is told when it has ended
                 if copy not in evicted:
                     raise Lost(f"{step} is listed on {found.tier!r}, and {found.problem}")
         if info.abandoned:
             return  # its number may be another step's by now
-        restored = await store.restore(info.step, resume=False)
+        restored = await store.restore(info.step, resume=False, lossy=not info.tiers)
     except NotFound as error:
         with suppress(TieredCkptError):
             await store.flush()  # as above
@@ -232,13 +246,21 @@ async def _check_restores(
             raise Lost(f"{step} is listed and does not restore") from error
         return
     assert restored is not None
-    if restored.serial != info.serial or not same(restored.tree, life.trees[info.serial]):
+    saved = life.trees[info.serial]
+    if restored.serial != info.serial or not (close if restored.lossy else same)(restored.tree, saved):
         raise Lost(f"{step} is not what was saved")
 
 
 async def _check_newest(store: CheckpointStore, listed: Mapping[int, StepInfo], life: Life, owed: Owed) -> int:
     """The number of the newest step, which a restore takes; 0 where there is none."""
-    owed_newest = max((serial for _, serial in owed.acknowledged), default=0)
+    owed_newest = max((serial for tier, serial in owed.acknowledged if tier != SMALL), default=0)
+    lossy, listed = listed, {serial: info for serial, info in listed.items() if info.tiers}
+    if not listed and lossy:
+        restored = await store.restore(lossy=True)
+        assert restored is not None
+        if not restored.lossy or restored.serial != max(lossy):
+            raise Lost(f"serial {restored.serial} was restored, and a lossy copy of {max(lossy)} is listed")
+        return restored.step
     try:
         restored = await store.restore()
     except Corrupt:
@@ -276,8 +298,12 @@ async def _check_goes_on(store: CheckpointStore, newest: int, owed: Owed) -> Non
 
 
 async def _check_litter(store: CheckpointStore) -> None:
-    """Nothing is left on the slower tier that no step needs."""
-    tier = store._life.engine.state.tier(SLOW)
+    """Nothing is left on the slower tiers that no step needs."""
+    for tier in (store._life.engine.state.tier(SLOW), *store._life.engine.state.derived):
+        await _check_litter_of(tier)
+
+
+async def _check_litter_of(tier: Tier) -> None:
     needed = {layout.MARKER}
     for step, held in tier.steps.held.items():
         needed |= {layout.manifest_key(step.step, step.serial), held.btree_key, *await step_index.packs(tier, step)}
@@ -286,11 +312,24 @@ async def _check_litter(store: CheckpointStore) -> None:
     left = {
         info.key
         async for info in tier.store.list("")
-        if not info.key.startswith((layout.LEASES, layout.CATALOGS, *torn))
+        if not info.key.startswith((layout.LEASES, layout.CATALOGS, layout.DERIVED, *torn))
     }
     if not needed <= left or not left <= needed | perhaps:
         too_much = sorted(left - needed - perhaps)
         raise Lost(f"after a collection there is {too_much} too much, {sorted(needed - left)} missing")
+
+
+def close(found: Any, expected: Mapping[str, Any]) -> bool:
+    """As `same`, for a lossy copy: floats of four bytes are rounded to 7 bits."""
+    return same(found, {key: _rounded(value) for key, value in expected.items()})
+
+
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, np.ndarray) or value.dtype != np.float32:
+        return value
+    memory = value.copy().view(np.uint8)
+    assert round_values(memory, value.dtype, Bound(0.004)) is not None
+    return memory.view(np.float32)
 
 
 def same(found: Any, expected: Mapping[str, Any]) -> bool:

@@ -90,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
         return {info.serial: info for info in self.run(self.store.steps())}
 
     def settle(self) -> None:
-        """Let everything arrive that can: a snapshot that was damaged before it was promoted cannot."""
+        """Wait until everything has arrived that can: a snapshot that was damaged before it was promoted cannot."""
         try:
             self.run(self.store.flush())
         except Corrupt:

@@ -93,6 +93,7 @@ async def cohort(
     tiers: dict[str, Any] | None = None,
     ram_settings: dict[str, Any] | None = None,
     disk_settings: dict[str, Any] | None = None,
+    slower: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cohort]:
     """Open the store on every rank; they end in order, or as if all processes died."""
@@ -103,6 +104,7 @@ async def cohort(
         made = tiers or {
             "ram": ram(place, **({"on_close": "keep"} | (ram_settings or {}))),
             "disk": folder(disk, **(disk_settings or {})),
+            **(slower or {}),
         }
         chosen = config(made, **({"name": "test", "rank_deadline": SOON} | settings))
         return CheckpointStore.open(chosen, ranks=world.communicator(rank))

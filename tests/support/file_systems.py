@@ -32,9 +32,10 @@ class Attributes:
 
     def get(self, path: Path, name: str) -> bytes:
         assert name == "lustre.lov"
-        for folder, value in reversed(self.set):
-            if path == folder or folder in path.parents:
-                return value
+        found = dict(self.set)
+        for folder in (path, *path.parents):
+            if folder in found:
+                return found[folder]
         raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
 
     def put(self, path: Path, name: str, value: bytes) -> None:
@@ -69,6 +70,6 @@ def kind_on(name: str, system: System) -> TierKind[Any]:
 
 @contextmanager
 def played() -> Iterator[None]:
-    """Let all folders be on NFS for tiers of kind ``nfs``, and on Lustre for those of kind ``lustre``."""
+    """Make all folders look like NFS to tiers of kind ``nfs``, and like Lustre to those of kind ``lustre``."""
     with replaced(*(kind_on(name, system_of(found)) for name, found in FILE_SYSTEMS.items() if name != "posix")):
         yield

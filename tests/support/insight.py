@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from support.scenes import SOON
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import slab_size
@@ -108,3 +114,15 @@ def opened_below(folder: Path) -> list[str]:
 def mapped_below(folder: Path) -> list[str]:
     """The files below a folder that are mapped into this process, a line for each mapping."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder}/" in line]
+
+
+def hold_saves(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold every save back where the engine begins it, until the event is set."""
+    may_begin, engine_save = threading.Event(), Engine.save
+
+    async def late(*arguments: Any, **how: Any) -> Any:
+        assert await asyncio.to_thread(may_begin.wait, SOON)
+        return await engine_save(*arguments, **how)
+
+    monkeypatch.setattr(Engine, "save", late)
+    return may_begin

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import hmac
 import http.client
-import importlib.util
 import os
 import re
 import secrets
@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from support import frameworks
+from support.frameworks import need_modules
 
 __all__ = [
     "AZURITE",
@@ -37,7 +37,6 @@ __all__ = [
     "Place",
     "azurite_server",
     "moto_server",
-    "need_modules",
     "null_server",
     "real_server",
 ]
@@ -59,18 +58,13 @@ AZURITE = {
 _STARTS_WITHIN = 120.0
 
 
-def need_modules(*names: str) -> None:
-    """Skip the test where one is not installed; fail it where ``TIEREDCKPT_REQUIRE_ENGINES`` is set."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    frameworks.need(missing)
-
-
 @contextmanager
 def moto_server(folder: Path) -> Iterator[str]:
     """A server of S3's protocol, on loopback, that keeps everything in memory; yields its URL. It has `BUCKET`."""
     need_modules("obstore", "boto3", "moto", "flask", "flask_cors")
     port = _free_port()
-    with _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port, folder / "log"):
+    server = str(Path(__file__).with_name("atomic_moto.py"))
+    with _running([sys.executable, server, "-H", "127.0.0.1", "-p", str(port)], port, folder / "log"):
         url = f"http://127.0.0.1:{port}"
         _client(url).create_bucket(Bucket=BUCKET)
         yield url
@@ -146,6 +140,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     pytest.fail(f"the server does not answer: {log.read_text(errors='replace')[-2000:]}")
 
 
+@functools.cache  # making one takes longer than most of what is asked of it
 def _client(url: str) -> Any:
     import boto3
 

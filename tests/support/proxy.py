@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
     upstream: http.client.HTTPConnection | None = None
 
     def do_GET(self) -> None:
-        between: Proxy = self.server.between  # type: ignore[attr-defined]
+        between: Proxy = self.server.between
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         listing = self.command == "GET" and "list-type=2" in self.path
         fault = between.meet("LIST" if listing else self.command, self.path)
@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def forward(self, *, without: tuple[str, ...] = ()) -> http.client.HTTPResponse:
         """Send the request to the server behind; returns its answer."""
-        between: Proxy = self.server.between  # type: ignore[attr-defined]
+        between: Proxy = self.server.between
         if self.upstream is None:
             self.upstream = http.client.HTTPConnection(between.host, timeout=600)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in without}
@@ -221,7 +221,7 @@ class Proxy:
             self._rules.append(Rule(verb, fault, key, times))
 
     def fail_often(self, share: float, *faults: Fault, seed: int) -> None:
-        """Let a share of all requests meet one of the faults each."""
+        """Inject one of the faults into a share of all requests."""
         with self._guards:
             self._often = random.Random(seed), share, faults
 

@@ -145,12 +145,22 @@ async def crash(store: CheckpointStore) -> None:
     await store.__aexit__(RuntimeError, RuntimeError("the process died"), None)
 
 
+def leases(path: Path) -> list[str]:
+    """The leases in the folder of a tier; beside one that is being renewed lies a temporary file."""
+    return [name for name in os.listdir(path / "leases") if not name.endswith("~")]
+
+
+def files_below(path: Path) -> list[Path]:
+    """Every file below a folder. A store may delete files and folders meanwhile, which ``Path.rglob`` does not bear."""
+    return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+
+
 def files_under(path: Path) -> dict[str, int]:
     """Relative name and size of every file below a folder, leases apart; a store may be deleting some meanwhile."""
     sizes = {}
-    for file in path.rglob("*"):
+    for file in files_below(path):
         with contextlib.suppress(FileNotFoundError):
-            if file.is_file() and "leases" not in file.parts:
+            if "leases" not in file.parts:
                 sizes[file.relative_to(path).as_posix()] = file.stat().st_size
     return sizes
 

@@ -5,6 +5,7 @@ Whether their bytes compress is a matter of the values alone, which no random nu
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["gpt_state", "lora_state"]
+__all__ = ["GptTraining", "gpt_state", "lora_state"]
 
 _VOCABULARY = 256
 
@@ -88,6 +89,60 @@ def gpt_state(steps: int = 100, width: int = 128, layers: int = 2, length: int =
     return _state(model, _train(model, steps, length))
 
 
+class GptTraining:
+    """A small GPT in training, whose batches depend on the seed and the step alone."""
+
+    def __init__(self, seed: int, *, width: int = 128, layers: int = 2, length: int = 64) -> None:
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
+        self._seed, self._length = seed, length
+        self._text = _text()
+        self._held_back = len(self._text) * 9 // 10
+        self.model = _Gpt(width, layers, length)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def train(self, first: int, steps: int) -> None:
+        for step in range(first, first + steps):
+            loss = self._loss(self._batch(1_000_000 * self._seed + step, 0, self._held_back))
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+
+    def validation(self) -> float:
+        """The mean loss on text that is not trained on."""
+        with torch.no_grad():
+            found = [self._loss(self._batch(i, self._held_back, len(self._text))).item() for i in range(20)]
+        return sum(found) / len(found)
+
+    def _batch(self, seed: int, begin: int, end: int) -> torch.Tensor:
+        chance = torch.Generator().manual_seed(seed)
+        starts = torch.randint(begin, end - self._length - 1, (8,), generator=chance)
+        return torch.stack([self._text[start : start + self._length + 1] for start in starts])
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = self.model(batch[:, :-1])
+        return functional.cross_entropy(found.float().reshape(-1, _VOCABULARY), batch[:, 1:].reshape(-1))
+
+    def state(self) -> dict[str, Any]:
+        """Weights and moments, by name; the memory of the training itself."""
+        named = dict(self.model.named_parameters())
+        moments = {name: self.optimizer.state[each] for name, each in named.items()}
+        return {
+            "master": {name: each.detach() for name, each in named.items()},
+            "mu": {name: moment["exp_avg"] for name, moment in moments.items()},
+            "nu": {name: moment["exp_avg_sq"] for name, moment in moments.items()},
+        }
+
+    def take(self, state: dict[str, Any], like: GptTraining) -> None:
+        """Go on with a state, and with the step counts of another training."""
+        self.optimizer.load_state_dict(copy.deepcopy(like.optimizer.state_dict()))  # which shares its tensors
+        for name, each in self.model.named_parameters():
+            each.data.copy_(torch.as_tensor(state["master"][name]))
+            self.optimizer.state[each]["exp_avg"] = torch.as_tensor(state["mu"][name]).clone()
+            self.optimizer.state[each]["exp_avg_sq"] = torch.as_tensor(state["nu"][name]).clone()
+
+
 class _Adapted(nn.Module):
     def __init__(self, inner: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -107,6 +162,6 @@ def lora_state(steps: int = 30, width: int = 128, layers: int = 2, length: int =
         each.requires_grad_(False)
     for block in model.blocks:
         assert isinstance(block, _Block)
-        block.up, block.down = _Adapted(block.up, rank), _Adapted(block.down, rank)  # type: ignore[assignment]
+        block.up, block.down = _Adapted(block.up, rank), _Adapted(block.down, rank)
     state = _state(model, _train(model, steps, length))
     return {key: state[key] for key in ("master", "mu", "nu")}

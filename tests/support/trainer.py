@@ -18,7 +18,7 @@ import numpy as np
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.ram.store import RamStore
-from tieredckpt.engine.saving import snapshot
+from tieredckpt.engine.saving import cells, snapshot
 from tieredckpt.engine.tier.steps import Steps
 
 CHUNK = 16 << 10
@@ -86,8 +86,8 @@ def unpublished(suffix: str) -> None:
 
 POINTS: dict[str, Callable[[], None]] = {
     "no chunk": lambda: after_calls(snapshot.Snapshot, "of", 1),
-    "one chunk": lambda: after_calls(snapshot, "copy_and_digest", 1),
-    "some chunks": lambda: after_calls(snapshot, "copy_and_digest", 7),
+    "one chunk": lambda: after_calls(cells, "copy_and_digest", 1),
+    "some chunks": lambda: after_calls(cells, "copy_and_digest", 7),
     "before the btree": lambda: around_put(RamStore, "/btree", after=False),
     "a torn btree": lambda: unpublished("btree"),
     "after the btree": lambda: around_put(RamStore, "/btree", after=True),
