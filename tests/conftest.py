@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import gc
+import importlib
 import os
 import shutil
 import signal
@@ -27,6 +30,11 @@ from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+# Its import replaces `dir` for the whole process by one that fails on objects of Orbax.
+_dir = builtins.dir
+importlib.import_module("blockbuster")
+builtins.dir = _dir
 
 _SHARED_MEMORY = Path("/dev/shm")
 _GRACE = 30.0
@@ -61,7 +69,7 @@ _FAST = (
 """Folders and files of the fast lane, ``pytest -m fast``: what starts no process and opens no store."""
 
 
-_LONG = ("test_examples.py", "test_example_packages.py")
+_LONG = ("test_examples.py", "test_example_packages.py", "test_style.py")
 """Files that take longer than those around them; they go first, so that no process is left with one at the end."""
 
 
@@ -76,6 +84,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path in quick and not _needs_more(item):
             item.add_marker(pytest.mark.fast)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected lives to the end: the collector of garbage looks at it no more."""
+    gc.collect()
+    gc.freeze()
 
 
 def _needs_more(item: pytest.Item) -> bool:

@@ -42,6 +42,21 @@ def test_a_metric_that_is_no_number_is_named_and_nothing_is_saved(store: SyncSto
     store.save(1, TREE, metrics={"loss": 1.0})
 
 
+def test_a_cast_needs_a_tree_that_says_to_which_dtypes(store: SyncStore) -> None:
+    store.save(1, {"w": np.arange(10.0), "b": np.arange(3)})
+    for arguments in ({}, {"into": {"w": np.zeros(10, np.float32), "b": np.zeros(3, int)}}, {"as_": "saved"}):
+        with pytest.raises(Invalid, match="cast=True converts arrays to the dtypes of `like`"):
+            store.restore(cast=True, **arguments)
+    like = {"w": np.zeros(10, np.float16), "b": np.zeros(3, int)}
+    with pytest.raises(Invalid, match=r"'w' \(like: float16\[10\], step: float64\[10\]; cast=True"):
+        store.restore(like=like)
+    for copy in (True, False):
+        found = store.restore(like=like, cast=True, copy=copy)
+        assert found is not None
+        assert {key: array.dtype for key, array in found.tree.items()} == {"w": np.float16, "b": int}
+        assert found.tree["w"].tolist() == list(range(10))
+
+
 @pytest.mark.parametrize("name", [1, None, b"loss", ("loss",), "\ud800"], ids=ascii)
 def test_a_metric_whose_name_is_no_text_is_refused(store: SyncStore, name: Any) -> None:
     with pytest.raises(Invalid, match="the metric"):

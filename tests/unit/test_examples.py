@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from distributed.launch import mpiexec
-from support.frameworks import require
+from support.frameworks import need_modules
 from support.lookalike import missing
+from support.runs import Run, runs_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 180
@@ -66,6 +67,14 @@ def test_a_killed_trainer_goes_on_from_ram(tmp_path: Path) -> None:
     assert lines[-1] == "  finished at step 20, mean weight 0.882178"
 
 
+def test_a_killed_jax_training_that_donates_its_state_ends_with_the_same_bits(tmp_path: Path) -> None:
+    need_modules("jax")
+    *killed, interrupted, _, undisturbed = run("jax_train.py", tmp_path)
+    assert killed == ["  step 12 is in RAM", "  killed", "  restored step 12"]
+    assert interrupted.startswith("  finished at step 20, loss ")
+    assert interrupted == undisturbed
+
+
 def test_a_lost_chfs_is_passed_by_and_caught_up(tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(why)
@@ -77,15 +86,36 @@ def test_a_lost_chfs_is_passed_by_and_caught_up(tmp_path: Path) -> None:
     assert lines[-1] == "step 18 is on ram, pmem, shared"
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which examples that need no framework have run."""
+    folder = tmp_path_factory.mktemp("shared")
+    run("quickstart.py", folder)
+    run("resume_after_kill.py", folder)
+    return folder
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_framework_resumes(tmp_path: Path, framework: str) -> None:
-    pytest.importorskip(framework)
-    assert run(f"{framework}_loop.py", tmp_path, "ckpt.toml") == ["trained to step 25, saved [10, 20]"]
-    first, second = run(f"{framework}_loop.py", tmp_path, "ckpt.toml")
-    assert first.startswith(
+def test_a_framework_resumes_and_examples_in_one_folder_do_not_disturb_each_other(shared: Path, framework: str) -> None:
+    need_modules(framework)
+    (shared / framework).mkdir()
+    configured = Run((str(shutil.copy(EXAMPLES / "ckpt.toml", shared / framework)),))
+    ended = runs_of(
+        EXAMPLES / f"{framework}_loop.py",
+        *(configured, configured, Run()),
+        folder=shared,
+        seconds=SECONDS,
+        modules=(framework,),
+        environment={"JAX_PLATFORMS": "cpu"},
+        quiet=True,
+    )
+    (trained,), (restored, goes_on), (alone,) = (each.lines for each in ended)
+    assert trained == "trained to step 25, saved [10, 20]"
+    assert restored.startswith(
         {"torch": "restored step 20, learning rate 0.00099", "jax": "restored step 20, loss "}[framework]
     )
-    assert second == "trained to step 45, saved [10, 20, 30, 40]"
+    assert goes_on == "trained to step 45, saved [10, 20, 30, 40]"
+    assert alone.startswith("trained to step 25, ")
 
 
 @pytest.mark.parametrize(
@@ -95,29 +125,25 @@ def test_a_framework_resumes(tmp_path: Path, framework: str) -> None:
         ("lightning_loop.py", "lightning", (), ("trained to step 16", "trained to step 32")),
         ("transformers_loop.py", "transformers", ("15",), ("to step 10, saved [5, 10]", "to step 15, saved [10, 15]")),
         ("accelerate_loop.py", "accelerate", (), ("trained to step 10", "trained to step 20")),
+        ("orbax_loop.py", "orbax", (), ("trained to step 10", "trained to step 20")),
         ("torch_checkpointing_loop.py", "torch", (), ("trained to step 10", "trained to step 20")),
     ],
 )
 def test_an_integration_resumes(
     tmp_path: Path, name: str, module: str, again: tuple[str, ...], told: tuple[str, str]
 ) -> None:
-    require(module)
+    need_modules(module)
     # Lightning looks for an MPI wherever mpi4py is, which finds that of its own environment alone.
     library = Path(mpiexec() or "").resolve().parents[1] / "lib" / "libmpi.so.12"
-    mpi = {"MPI4PY_LIBMPI": str(library)} if library.exists() else {}
-    first, second = (run(name, tmp_path, *arguments, quiet=False, **mpi)[-1] for arguments in ((), again))
-    assert first.endswith(told[0])
-    assert second.endswith(told[1])
+    environment = {"JAX_PLATFORMS": "cpu"} | ({"MPI4PY_LIBMPI": str(library)} if library.exists() else {})
+    ended = runs_of(EXAMPLES / name, Run(), Run(again), folder=tmp_path, seconds=SECONDS, environment=environment)
+    for each, end in zip(ended, told, strict=True):
+        assert each.lines[-1].endswith(end)
 
 
-def test_examples_do_not_disturb_each_other(tmp_path: Path) -> None:
-    run("quickstart.py", tmp_path)
-    run("resume_after_kill.py", tmp_path)
-    for framework in ("torch", "jax"):
-        assert run(f"{framework}_loop.py", tmp_path)
-
-
-@pytest.mark.parametrize(("name", "framework"), [("torch_loop.py", "PyTorch"), ("jax_loop.py", "JAX")])
+@pytest.mark.parametrize(
+    ("name", "framework"), [("torch_loop.py", "PyTorch"), ("jax_loop.py", "JAX"), ("jax_train.py", "JAX")]
+)
 def test_a_missing_framework_is_said_and_no_failure(tmp_path: Path, name: str, framework: str) -> None:
     absent = tmp_path / "absent"
     for module in ("torch", "jax"):

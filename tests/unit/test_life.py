@@ -240,7 +240,7 @@ def test_threads_that_save_restore_and_close_at_once_hear_of_nothing_but_the_clo
 
         steps = iter(range(100 * turn + 1, 100 * turn + 100))
         calls: list[Callable[[], object]] = [
-            lambda store=store, steps=steps: store.save((step := next(steps)), tree(step)),  # type: ignore[misc]
+            lambda store=store, steps=steps: store.save((step := next(steps)), tree(step)),
             store.restore,
             store.verify,
             store.steps,

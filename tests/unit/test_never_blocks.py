@@ -23,7 +23,7 @@ from tieredckpt.engine import loop
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.promoting import pack_writer
 from tieredckpt.engine.restoring import reader
-from tieredckpt.engine.saving import snapshot
+from tieredckpt.engine.saving import cells
 from tieredckpt.engine.tier import chunk_reader, commit_file, step_index
 from tieredckpt.events import StepPromoted, TierFailed
 
@@ -44,7 +44,7 @@ HEAVY = (
     (commit_file, "encode_step"),
     (pack_writer, "seal"),
     (reader, "deliver"),
-    (snapshot, "copy_and_digest"),
+    (cells, "copy_and_digest"),
     (chunk_reader, "digest_array"),
     (step_index, "decode_step"),
 )
@@ -175,7 +175,7 @@ async def test_a_tier_that_fails_and_comes_back_blocks_nobody(
     [
         ("time.sleep", lambda: time.sleep(0)),
         ("os.pread", lambda: os.pread(0, 0, 0)),
-        ("copy_and_digest", lambda: snapshot.copy_and_digest(np.zeros(8, np.uint8), np.zeros(8, np.uint8))),
+        ("copy_and_digest", lambda: cells.copy_and_digest(np.zeros(8, np.uint8), np.zeros(8, np.uint8))),
     ],
 )
 async def test_what_blocks_the_engines_loop_is_seen(blocked: list[str], name: str, block: Callable[[], object]) -> None:

@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.insight import flip_chunk
-from support.scenes import CHUNK, assert_same, config, folder, ram
+from support.scenes import CHUNK, assert_same
 
 from tieredckpt import CheckpointStore, Closed, Corrupt, Invalid, SyncStore
 from tieredckpt.config import StoreConfig
-
-
-@pytest.fixture
-def tiers(shared_memory: Path, tmp_path: Path) -> StoreConfig:
-    return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
 
 
 @pytest.fixture
