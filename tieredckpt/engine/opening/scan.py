@@ -43,6 +43,14 @@ async def scan_tier(tier: Tier, store: str | None = None) -> None:
     takes the one before it if it turns out that it cannot be read. ``store`` is whose catalogs are believed.
     """
     tier.clear()
+    tier.steps.scanning = True
+    try:
+        await _scan(tier, store)
+    finally:
+        tier.steps.scanning = False
+
+
+async def _scan(tier: Tier, store: str | None) -> None:
     folders = await _list_steps(tier)
     catalogs = []
     if (ram := tier.ram) is None:

@@ -86,9 +86,14 @@ class Promoter:
         self._waiters += 1
         try:
             self._state.changed.notify()
-            await self._state.changed.until(lambda: self._rests != before or self.tier.health.error is not None)
+            await self._state.changed.until(lambda: self._rests != before or self._fails)
         finally:
             self._waiters -= 1
+
+    @property
+    def _fails(self) -> bool:
+        """Whether its tier failed and is not coming back just now."""
+        return self.tier.health.error is not None and not self.tier.steps.scanning
 
     def give_way(self, step: StepId) -> None:
         """Interrupt the promotion of an older step, if one is under way; it is begun again when it is next."""

@@ -30,6 +30,9 @@ async def reached(
     tier = state.tier(name)
     while step not in tier.steps.held:
         promoter = promoters.get(name)
+        if tier.steps.scanning:  # as when it comes back after a failure, which is no news of the step
+            await state.changed.wait()
+            continue
         if step in state.membership.failed:
             raise _again(state.membership.failed[step], "")
         if step in state.membership.undecided:
@@ -64,7 +67,7 @@ async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
         before = state.observation.promotions_ended
         for promoter in promoters.values():
             await promoter.rest()
-        if any(tier.steps.promotions for tier in state.every_tier):
+        if any(tier.steps.promotions or tier.steps.scanning for tier in state.every_tier):
             await state.changed.wait()
         elif state.observation.promotions_ended == before:  # else a step may be due now that no other is on its way
             break

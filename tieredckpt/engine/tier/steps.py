@@ -179,6 +179,8 @@ class Steps:
     """Steps with a deletion that failed and may come late, and since when (monotonic): none is committed anew here."""
     pins: dict[StepId, int] = field(default_factory=dict)
     """How many readers each step has."""
+    scanning: bool = False
+    """Whether the tier is being scanned: it may hold steps that are not known yet."""
     promotions: int = 0
     """How many promotions to the tier are under way."""
     promotion_seconds: float | None = None

@@ -82,6 +82,27 @@ async def test_a_tier_that_dies_is_bypassed_reported_and_caught_up(two_tiers: St
         assert [info.tiers for info in await store.steps()] == [("ram", "disk")] * 3
 
 
+async def test_a_step_that_a_tier_holds_is_not_called_missing_while_the_tier_is_scanned_anew(
+    two_tiers: StoreConfig, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_another(self: Promoter) -> bool:  # as when its file system was mounted anew
+        return False
+
+    monkeypatch.setattr(Promoter, "_is_itself", is_another)
+    async with CheckpointStore.open(two_tiers) as store:
+        first = await store.save(1, tree(1))
+        await store.flush()
+        scan = faults["disk"].hold("list", key="steps/*")
+        faults["disk"].fail("put", TierUnavailable("stale handle"), key="packs/*")
+        await store.save(2, tree(2))
+        await asyncio.wait_for(scan.reached(), SOON)
+        waiting = asyncio.gather(first.reached("disk"), store.flush())
+        done, _ = await asyncio.wait([waiting], timeout=0.2)
+        scan.release()
+        await waiting
+        assert not done
+
+
 async def test_a_tier_that_is_dead_at_open_is_caught_up_later(
     two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
 ) -> None:
