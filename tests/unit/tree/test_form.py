@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from support.trees import TREES, indexed
 
-from tieredckpt.engine.saving.snapshot import Plan
+from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.errors import Invalid
 from tieredckpt.format import ocdbt, step_keys
 from tieredckpt.format.digest import digest

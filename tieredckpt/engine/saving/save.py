@@ -31,8 +31,9 @@ from tieredckpt.engine.saving.frozen import FrozenCheck
 from tieredckpt.engine.saving.last_save import LastSave, Sighting
 from tieredckpt.engine.saving.moment import Moment
 from tieredckpt.engine.saving.outlet import Outlet
+from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
-from tieredckpt.engine.saving.snapshot import Located, Plan, Snapshot
+from tieredckpt.engine.saving.snapshot import NO_SMALL, Located, Snapshot
 from tieredckpt.engine.saving.spill import Refused, attributed, stream, usable_ram
 from tieredckpt.engine.state.branch import RESTORED_LOSSY, Continued, Origin
 from tieredckpt.engine.state.state import State
@@ -81,8 +82,8 @@ class Writer:
         """The form of the last tree, as of `Flat`."""
         self._plan: Plan | None = None
         """Of the last tree."""
-        self._small: dict[str, bytes] = {}
-        """The digests of the arrays of the last save that lie in the index, by key."""
+        self._small = NO_SMALL
+        """Of the last save."""
         self._policies = state.config.recorded_policies
         self._last = LastSave(state.config.frozen)
         self.frozen = FrozenCheck(state, self._last)
@@ -257,7 +258,7 @@ class Writer:
     ) -> tuple[StepRecord, dict[str, ArrayIndex], dict[str, ArrayIndex]]:
         """The record of a step, its arrays as this rank has them, and as they are stored."""
         arrays = snapshot.index(located)
-        snapshot.compare_small(arrays, self._small)
+        snapshot.compare_small(self._small)
         stored = join(flat.structure, arrays) if flat.in_pieces and self._state.membership.size == 1 else arrays
         return self._record(identity, flat, snapshot, metrics), arrays, stored
 

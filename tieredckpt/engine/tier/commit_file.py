@@ -101,7 +101,7 @@ async def commit(
         if encoded is None or encoded.arrays is not arrays or _may_be_there(tier, step):
             encoded = await encode(tier, record, arrays, free_btree_key(tier, step), at_least=replaced)
         btree_key, index = encoded.btree_key, encoded.index
-        await tier.store.put(btree_key, [index.btree])
+        await tier.store.put(btree_key, index.nodes)
         exclusive = first and traits.remote and traits.create_only
         try:
             await _put_manifest(tier, record, index.manifest, exclusive=exclusive)
@@ -112,7 +112,7 @@ async def commit(
             look = not isinstance(error, asyncio.CancelledError)
             if not await whole(_doubt(tier, step, packs_of(arrays), btree_key, look=look)):
                 raise
-        for key in tier.steps.know(record, arrays, btree_key, len(index.btree) + len(index.manifest)):
+        for key in tier.steps.know(record, arrays, btree_key, index.nbytes):
             tier.packs.orphans.pop(key, None)
         if before is not None and before.btree_key and step not in tier.steps.doubtful:
             await tier.store.delete(before.btree_key)
