@@ -21,7 +21,7 @@ from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, Tier
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, decode_step, encode_step
 
-__all__ = ["Encoded", "check_settled", "commit", "delete_manifest", "encode", "free_btree_key", "retract"]
+__all__ = ["Encoded", "check_settled", "commit", "delete_manifest", "encode", "encode_now", "free_btree_key", "retract"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,18 @@ async def encode(
 
     The key is made longer if the manifest, which has it, would be shorter than ``at_least`` bytes.
     """
-    others = None if tier.in_memory else tier.packs.encoding_of_array
-    encode_at = partial(encode_step, record, arrays, encoding=tier.chunks.encoding, others=others)
     while True:
-        index = await in_thread(partial(encode_at, btree_path=btree_key))
-        if (missing := at_least - len(index.manifest)) <= 0:
-            return Encoded(arrays, btree_key, index)
+        encoded = await in_thread(encode_now, tier, record, arrays, btree_key)
+        if (missing := at_least - len(encoded.index.manifest)) <= 0:
+            return encoded
         btree_key += "0" * missing
+
+
+def encode_now(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str) -> Encoded:
+    """As `encode`, on this thread."""
+    others = None if tier.in_memory else tier.packs.encoding_of_array
+    index = encode_step(record, arrays, btree_path=btree_key, encoding=tier.chunks.encoding, others=others)
+    return Encoded(arrays, btree_key, index)
 
 
 async def commit(
