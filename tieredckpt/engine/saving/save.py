@@ -200,7 +200,7 @@ class Writer:
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.branch.last_serial = identity.serial
                     if tier.in_memory:
-                        await commit_file.commit(tier, record, stored, encoded)
+                        await commit_file.commit(tier, record, stored, encoded=encoded)
                     else:
                         await self._slower.commit(tier, StepIndex(record, stored), written.sizes)
                     if self._state.membership.size == 1:
