@@ -19,13 +19,13 @@ import pytest
 from support.scenes import SOON
 from typer.testing import CliRunner
 
-from tieredckpt.bench import peers, turn, workloads
+from tieredckpt.bench import peers, run, turn, workloads
 from tieredckpt.bench.compare import compare, unlike
 from tieredckpt.bench.files import Listing, forget, largest_first
 from tieredckpt.bench.isolate import Failed, places, run_isolated, run_together
 from tieredckpt.bench.meeting import Meeting, seats
 from tieredckpt.bench.peers import base, ours, tensor_file
-from tieredckpt.bench.report import AIMS, load_report
+from tieredckpt.bench.report import AIMS, load_report, make_report
 from tieredckpt.bench.turn import Part, Spec, Turn, of_all_ranks
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import bench as cli
@@ -42,6 +42,7 @@ KEYS = {
     "restore_ram_over_memcpy",
     "restore_views_s",
     "restore_disk_over_direct_read",
+    "restore_new_over_direct_read",
     "export_orbax_s",
     "peak_save",
     "peak_restore",
@@ -61,7 +62,7 @@ KEYS = {
 """What programs look for; `stall_reference_s` needs JAX."""
 
 _GONE = base.absent("no_such_module")
-_SLOW = {"tieredckpt-reference", "torch.save"}
+_SLOW = {"tieredckpt-reference", "tieredckpt-torch", "tieredckpt-jax", "torch.save"}
 
 ALL_PARTS: tuple[Part, ...] = ("limits", "tenth", "compute", "memory", "export", "cold", "warm")
 
@@ -80,7 +81,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("bench")
     page, result = folder / "report.html", folder / "report.json"
     arguments = ["bench", "--size", "4 MiB", "--folder", str(folder), "--peers", "torch.save", "--rounds", "1"]
-    arguments += ["--repeats", "1", "--steps", "5", "--leaves", "2000", "--html", str(page), "--json"]
+    arguments += ["--repeats", "1", "--steps", "5", "--leaves", "20000", "--html", str(page), "--json"]
     with pytest.MonkeyPatch.context() as patch:
         for module in (ours, tensor_file):  # a framework takes longer to load than all of this
             peers = [replace(each, missing=_GONE) if each.name in _SLOW else each for each in module.PEERS]
@@ -188,6 +189,43 @@ def test_this_library_stores_a_snapshot(peer: str, tmp_path: Path) -> None:
     assert told.snapshot
     assert told.facts["tenth_written"] < 0.3 * told.facts["written"]
     assert {"stall", "durable", "restore_ram", "restore_views", "restore_cold_existing"} <= told.samples.keys()
+
+
+def test_variants_of_this_library_are_measured_with_the_first_workload_in_their_parts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their figures are those of one key each, over what they have themselves measured."""
+    asked: dict[tuple[str, str], Sequence[str]] = {}
+
+    def told(outcome: run.Outcome, workload: str, peer: base.Peer) -> None:
+        asked[workload, peer.name] = run._parts(outcome.request, workload, peer)
+        samples = {"stall": [2.0], "tenth_stall": [1.0], "read": [1.0], "restore_cold_existing": [3.0]}
+        outcome.turns[workload, peer.name] = [Turn(nbytes=1, arrays=1, samples=samples, facts={}, snapshot=True)]
+
+    monkeypatch.setattr(run, "_take_turn", told)
+    monkeypatch.setattr(run, "_measure_one_rank", lambda *_: None)
+    monkeypatch.setattr(ours, "PEERS", tuple(replace(each, missing=lambda: None) for each in ours.PEERS))
+    report = make_report(run.run(run.Request(tmp_path, 1 << 20, peers=(), rounds=1, repeats=1)))
+    assert asked["transformer", "tieredckpt-torch"] == ("cold", "warm")
+    assert asked["transformer", "tieredckpt-jax"] == ("tenth",)
+    assert {peer for workload, peer in asked if workload == "lora"} == {"tieredckpt", "tieredckpt-reference"}
+    assert (report.ratios["same_object_stall_ratio"], report.ratios["restore_torch_over_direct_read"]) == (0.5, 3.0)
+
+
+def test_what_a_training_does_not_change_are_the_same_objects_in_jax(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    state = {key: np.zeros(4, np.float32) for key in ("kept", "changed")}
+    with places(tmp_path) as where:
+        session = ours.Stored(base.Setting(where.folder, where.shared, 32), arrays="jax")
+        try:
+            session.take(state)
+            before = dict(session._tree)
+            state["changed"] += 1
+            session.take(state)
+            assert session._tree["kept"] is before["kept"]
+            assert session._tree["changed"][0] == 1
+        finally:
+            session.close()
 
 
 def spec(**changes: Any) -> Spec:

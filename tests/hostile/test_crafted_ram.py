@@ -40,7 +40,7 @@ def forge_in_ram(root: Path, where: Callable[[list[Extent]], list[Extent]], *, a
     (manifest,) = root.glob("steps/*/manifest.ocdbt")
     (btree,) = root.glob("steps/*/btree")
     key = btree.relative_to(root).as_posix()
-    entries = entries_of(ocdbt.Index(btree.read_bytes(), manifest.read_bytes()), key)
+    entries = entries_of(ocdbt.Index([btree.read_bytes()], manifest.read_bytes()), key)
     names = [name for name, value in entries.items() if isinstance(value, Extent)]
     old = [entries[name] for name in names]
     assert all(isinstance(value, Extent) for value in old)

@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tieredckpt.engine.saving.snapshot import Plan, Snapshot
+from tieredckpt.engine.saving.plan import Plan
+from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.format.manifest import ArrayIndex, Chunk
 from tieredckpt.tree import Flat
 

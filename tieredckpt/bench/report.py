@@ -17,7 +17,7 @@ from tieredckpt.errors import Invalid, NotFound
 
 __all__ = ["AIMS", "Aim", "Report", "Row", "load_report", "make_report"]
 
-_REFERENCE = "tieredckpt-reference"
+_REFERENCE, _TORCH, _JAX = "tieredckpt-reference", "tieredckpt-torch", "tieredckpt-jax"
 
 
 class Aim(msgspec.Struct, frozen=True):
@@ -39,9 +39,12 @@ AIMS = (
     Aim("incremental_time_ratio", "time until that is durable, over a full save", 0.2),
     Aim("incremental_stall_ratio", "stall of that save, over a full save", 0.6),
     Aim("frozen_stall_ratio", "the same, where the rest is declared frozen", 0.2),
+    Aim("same_object_stall_ratio", "the same of JAX arrays, where the rest are the same objects", 0.2),
     Aim("restore_ram_over_memcpy", "restore into existing arrays from RAM, verified, over a memcpy", 1.4),
     Aim("restore_views_s", "restore from RAM as views", 0.020, "s"),
     Aim("restore_disk_over_direct_read", "restore from disk, cold, verified, over a direct sequential read", 1.15),
+    Aim("restore_torch_over_direct_read", "the same into torch tensors", 1.15),
+    Aim("restore_new_over_direct_read", "the same into new arrays, whose memory comes first", None),
     Aim("export_orbax_s", "export to a folder of Orbax, over links to the packs", 1.0, "s"),
     Aim("peak_save_over_slab", "memory of saves beyond the state and the slab", 128 << 20, "bytes"),
     Aim("peak_restore", "memory of a restore beyond the state", 256 << 20, "bytes"),
@@ -51,7 +54,7 @@ AIMS = (
     Aim("leaves_first_save_us", "processor time of the first save of 100,000 leaves of 64 bytes, each", 20, "us"),
     Aim("leaves_save_us", "processor time of a later save of them, each", 5, "us"),
     Aim("leaves_restore_us", "processor time of a restore into them from RAM, each", 5, "us"),
-    Aim("first_stall_over_fresh_copy", "first save of a state, over a copy of it into fresh memory", None),
+    Aim("first_stall_over_fresh_copy", "first save of a state, over a copy of it into fresh memory", 1.3),
     Aim("open_empty_s", "opening an empty store", None, "s"),
     Aim("save_one_s", "stall of a save of one array", None, "s"),
     Aim("close_s", "closing", None, "s"),
@@ -218,7 +221,7 @@ def _row(peer: Peer, turns: list[Turn], samples: Mapping[str, list[float]]) -> R
 
 
 def _ratios(outcome: Outcome, main: str, samples: Mapping[str, Mapping[str, list[float]]]) -> dict[str, float]:
-    ours = samples.get(f"{main} {OURS}", {})
+    ours, of_torch, of_jax = (samples.get(f"{main} {peer}", {}) for peer in (OURS, _TORCH, _JAX))
     turns = outcome.turns.get((main, OURS), [])
     tiny = samples.get(f"tiny {OURS}", {})
     count = next((turn.arrays for turn in outcome.turns.get(("tiny", OURS), [])), 1)
@@ -232,9 +235,12 @@ def _ratios(outcome: Outcome, main: str, samples: Mapping[str, Mapping[str, list
         "incremental_time_ratio": _over(_median(ours, "tenth_durable"), _median(ours, "durable")),
         "incremental_stall_ratio": _over(_median(ours, "tenth_stall"), _median(ours, "stall")),
         "frozen_stall_ratio": _over(_median(ours, "frozen_stall"), _median(ours, "stall")),
+        "same_object_stall_ratio": _over(_median(of_jax, "tenth_stall"), _median(of_jax, "stall")),
         "restore_ram_over_memcpy": _over(_median(ours, "restore_ram"), _median(ours, "memcpy_back")),
         "restore_views_s": _median(ours, "restore_views"),
         "restore_disk_over_direct_read": _over(_median(ours, "restore_cold_existing"), _median(ours, "read")),
+        "restore_torch_over_direct_read": _over(_median(of_torch, "restore_cold_existing"), _median(of_torch, "read")),
+        "restore_new_over_direct_read": _over(_median(ours, "restore_cold_new"), _median(ours, "read")),
         "export_orbax_s": _median(ours, "export_orbax"),
         "peak_save": peak_save,
         "slab": slab,
@@ -275,7 +281,7 @@ def _against(rows: list[Row]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         mine = ours.get(_REFERENCE if row.capture == "reference" else OURS)
-        if mine is None or row.peer in ours:
+        if mine is None or row.peer in (*ours, _TORCH, _JAX):
             continue
         pairs = {
             "stall": _over(mine.stall_s, row.stall_s),

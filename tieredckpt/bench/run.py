@@ -107,6 +107,8 @@ def run(request: Request, tell: Callable[[str], object] = lambda _: None) -> Out
         for number in range(_rounds(request, workload)):
             shift = number % len(outcome.peers)  # each peer starts first in turn: it meets what the one before left
             for peer in outcome.peers[shift:] + outcome.peers[:shift]:
+                if peer.only is not None and workload != request.workloads[0]:
+                    continue
                 tell(f"{workload}, round {number + 1} of {_rounds(request, workload)}: {peer.name}")
                 _take_turn(outcome, workload, peer)
     if request.ranks == 1:
@@ -117,7 +119,7 @@ def run(request: Request, tell: Callable[[str], object] = lambda _: None) -> Out
 
 def _measure_one_rank(outcome: Outcome, tell: Callable[[str], object]) -> None:
     """What does not depend on how many ranks there are, or is not of several."""
-    for peer in outcome.peers:
+    for peer in (peer for peer in outcome.peers if peer.only is None):
         tell(f"one array, and many leaves: {peer.name}")
         _measure_small(outcome, peer)
     tell("an export behind the training")
@@ -146,6 +148,8 @@ def _rounds(request: Request, workload: str) -> int:
 
 
 def _parts(request: Request, workload: str, peer: Peer) -> tuple[Part, ...]:
+    if peer.only is not None:
+        return tuple(part for part in _MAIN_PARTS if part in peer.only)
     if workload == "tiny":
         return _TINY_PARTS
     if workload != request.workloads[0]:

@@ -43,8 +43,8 @@ from tieredckpt.engine.repairing.background import BackgroundRepair
 from tieredckpt.engine.restoring.restore import Restorer
 from tieredckpt.engine.saving.capture import Captures
 from tieredckpt.engine.saving.moment import Moment
+from tieredckpt.engine.saving.plan import snapshot_size
 from tieredckpt.engine.saving.save import Saved, Writer, versions
-from tieredckpt.engine.saving.snapshot import snapshot_size
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import Role, State

@@ -18,6 +18,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -167,6 +168,10 @@ class ArrayIndex(msgspec.Struct, frozen=True, gc=False):
     chunks: Sequence[Chunk]
 
 
+_GRID, _DTYPE, _CHUNKS = map(operator.attrgetter, ArrayIndex.__struct_fields__)
+_DIGEST, _WHERE = map(operator.attrgetter, Chunk.__struct_fields__)
+
+
 @dataclass(frozen=True, slots=True)
 class StepIndex:
     """A committed step: its record, and its arrays by storage key: whole ones by their key, blocks by `block_key`."""
@@ -232,23 +237,22 @@ def encode_step(
     """
     found = list(arrays.values())
     record_parts = in_parts(_encode_record(record))
-    entries = entries_of(tuple(arrays), tuple([array.grid for array in found]), len(record_parts))
-    for array, count in zip(found, entries.counts, strict=True):
-        if len(array.chunks) != count:
-            raise ValueError(f"an array of {count} cells has {len(array.chunks)} chunks")
-    own = [encoding if others is None else others(array) for array in found]
-    dtypes = [array.dtype for array in found]
-    described = {name: entries.metadata(dtypes, each) for name, each in {each.name: each for each in own}.items()}
-    values: list[bytes | Extent] = [described[each.name][i] for i, each in enumerate(own)]
+    entries = entries_of(tuple(arrays), tuple(map(_GRID, found)), len(record_parts))
+    if list(map(len, map(_CHUNKS, found))) != entries.counts:
+        raise ValueError("arrays have other numbers of chunks than of cells")
+    chunks = list(chain.from_iterable(map(_CHUNKS, found)))
+    own = list(map(others, found)) if others is not None else [encoding] * len(found)
+    described = {each: entries.metadata(list(map(_DTYPE, found)), each) for each in {*own}}
+    values: list[bytes | Extent] = [described[each][i] for i, each in enumerate(own)]
     if encoding.raw and not encoding.overhead:
-        values += [chunk.where for array in found for chunk in array.chunks]
+        values += map(_WHERE, chunks)
     else:
         values += [
             each.encode_inline(where, array.grid.itemsize) if isinstance(where := chunk.where, bytes) else where
             for array, each in zip(found, own, strict=True)
             for chunk in array.chunks
         ]
-    table = entries.chunks_in_name_order([chunk.digest for array in found for chunk in array.chunks])
+    table = entries.chunks_in_name_order(list(map(_DIGEST, chunks)))
     values += record_parts + in_parts(b"".join(table))
     return ocdbt.encode_values(
         entries.keys,
@@ -318,7 +322,7 @@ def _settle_array(index: StepIndex, node: ArrayNode, where: str) -> int:
     dtype = zarr.dtype_from_name(node.dtype)
     arrays, blocks = index.arrays, index.blocks(node.key)
     boxes = [box for box, _ in blocks]
-    if any(arrays[name].dtype != _stored_as(dtype) for _, name in blocks):
+    if any(arrays[name].dtype != zarr.stored_as(dtype) for _, name in blocks):
         raise Corrupt(f"{where}: array {node.key!r} is not of the dtype in the tree")
     if node.key in arrays:
         fine = boxes[0].shape == node.shape
@@ -332,11 +336,6 @@ def _settle_array(index: StepIndex, node: ArrayNode, where: str) -> int:
     for _, name in blocks:
         arrays[name] = ArrayIndex(arrays[name].grid, dtype, arrays[name].chunks)
     return len(blocks)
-
-
-def _stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that zarr knows: times are stored as integers."""
-    return np.dtype(np.int64).newbyteorder(dtype.byteorder) if dtype.kind in "mM" else dtype
 
 
 def _chunk_extent(value: Extent | None, nbytes: int, bounds: tuple[int, int], packs: set[str], where: str) -> Extent:

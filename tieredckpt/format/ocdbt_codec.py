@@ -105,10 +105,16 @@ def is_data_path(path: str) -> bool:
     return len(path) <= MAX_PATH and _PATH.fullmatch(path) is not None and not {".", ".."}.intersection(path.split("/"))
 
 
-def frame(magic: int, body: bytes) -> bytes:
-    """``body`` with header and checksum: version 0, not compressed."""
-    head = _HEADER.pack(magic) + _LENGTH.pack(len(body) + _FRAME_MIN) + b"\0\0"
-    return b"".join((head, body, crc32c(body, crc32c(head)).to_bytes(_CRC_SIZE, "little")))
+def frame(magic: int, *body: bytes) -> bytes:
+    """The pieces of a body with header and checksum: version 0, not compressed."""
+    return b"".join(framed(magic, *body))
+
+
+def framed(magic: int, *body: bytes) -> tuple[bytes, bytes]:
+    """The same without a copy to put the checksum, which is given besides, behind it."""
+    head = _HEADER.pack(magic) + _LENGTH.pack(sum(map(len, body)) + _FRAME_MIN) + b"\0\0"
+    checked = b"".join((head, *body))
+    return checked, crc32c(checked).to_bytes(_CRC_SIZE, "little")
 
 
 def open_frame(data: bytes | memoryview, magic: int, what: str) -> Cursor:

@@ -30,6 +30,7 @@ from tieredckpt.format.ocdbt_codec import (
     column,
     file_table,
     frame,
+    framed,
     is_data_path,
     shared_prefix,
     varint,
@@ -52,8 +53,19 @@ _GENERATION = 1
 class Index:
     """The two files of a step index: all nodes (``btree``), and the manifest, to be written last."""
 
-    btree: bytes
+    nodes: Sequence[bytes]
+    """The first of them in pieces: to join some ten megabytes takes as long as to encode them."""
     manifest: bytes
+
+    @property
+    def btree(self) -> bytes:
+        """The first file."""
+        return b"".join(self.nodes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both files."""
+        return sum(map(len, self.nodes)) + len(self.manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +175,13 @@ def encode_values(
     position = 0
     level: list[_Subtree] = []
 
-    def write(body: bytes, first: bytes, last: bytes, count: int, below: int, indirect: int) -> _Subtree:
+    def write(body: Sequence[bytes], first: bytes, last: bytes, count: int, below: int, indirect: int) -> _Subtree:
         nonlocal position
-        node = frame(NODE_MAGIC, body)
-        parts.append(node)
-        position += len(node)
-        start = position - len(node)
-        return _Subtree(first, last, start, len(node), count, below + len(node), indirect)
+        node = framed(NODE_MAGIC, *body)
+        parts.extend(node)
+        start, length = position, sum(map(len, node))
+        position += length
+        return _Subtree(first, last, start, length, count, below + length, indirect)
 
     weights = keys.lengths + _ENTRY_BYTES
     weights[~columns.far] += columns.lengths[~columns.far]
@@ -191,12 +203,12 @@ def encode_values(
             count, below, indirect = (
                 sum(getattr(child, name) for child in children) for name in ("keys", "tree_bytes", "indirect_bytes")
             )
-            body = _interior(children, height, skip, btree_path)
-            above.append(write(body, first, last, count, below, indirect))
+            node = _interior(children, height, skip, btree_path)
+            above.append(write([node], first, last, count, below, indirect))
         level = above
 
     manifest = _manifest(level, height, btree_path, uuid, commit_time_ns, max_node_bytes)
-    return Index(b"".join(parts), manifest)
+    return Index(parts, manifest)
 
 
 def _check_keys(keys: list[bytes]) -> None:
@@ -216,11 +228,15 @@ def _check_keys(keys: list[bytes]) -> None:
 
 
 def _columns(keys: list[bytes], values: Sequence[Value]) -> _Columns:
-    types = list(map(type, values))
-    if not {*types} <= {bytes, Extent}:
+    types = {*map(type, values)}
+    if not types <= {bytes, Extent}:
         raise Invalid("the values of an index are bytes or Extent")
-    extents = [value for value in values if isinstance(value, Extent)] if Extent in types else []
-    far = np.fromiter(map(operator.is_, types, repeat(Extent)), np.bool_, len(values))
+    if Extent in types:
+        extents = [value for value in values if isinstance(value, Extent)]
+        inline: Sequence[Any] = [value for value in values if isinstance(value, bytes)]
+        far = np.fromiter(map(operator.is_, map(type, values), repeat(Extent)), np.bool_, len(values))
+    else:  # as with a tree of many small arrays: nothing is looked at one by one
+        extents, inline, far = [], values, np.zeros(len(values), np.bool_)
     paths = sorted({extent.path for extent in extents})
     for path in paths:
         if not is_data_path(path):
@@ -231,7 +247,6 @@ def _columns(keys: list[bytes], values: Sequence[Value]) -> _Columns:
         offsets = np.fromiter((extent.offset for extent in extents), np.int64, len(extents))
         lengths = np.empty(len(values), np.int64)
         lengths[far] = np.fromiter((extent.length for extent in extents), np.int64, len(extents))
-        inline = [value for value in values if isinstance(value, bytes)]
         lengths[~far] = np.fromiter(map(len, inline), np.int64, len(inline))
     except OverflowError as error:
         raise Invalid(f"an extent of an index ends beyond 2**63 bytes: {error}") from error
@@ -259,19 +274,22 @@ def _divide(weights: NDArray[np.int64], limit: int, fewest: int) -> Iterator[tup
         start, done = end, int(sums[end - 1])
 
 
-def _leaf(keys: bytes, values: Sequence[Value], columns: _Columns, start: int, end: int) -> tuple[bytes, int]:
-    """Body of a leaf node, whose keys are encoded, and the bytes of all extents in it."""
+def _leaf(keys: bytes, values: Sequence[Value], columns: _Columns, start: int, end: int) -> tuple[Sequence[bytes], int]:
+    """Body of a leaf node in pieces, whose keys are encoded, and the bytes of all extents in it."""
     far, lengths = columns.far[start:end], columns.lengths[start:end]
     first = int(columns.before[start])
     extents = slice(first, first + int(far.sum()))
+    inline: Any = values[start:end]
+    if extents.stop > first:
+        inline = [value for value in inline if isinstance(value, bytes)]
     used, files = np.unique(columns.files[extents], return_inverse=True)
     body = (
         b"\0" + file_table([columns.paths[index] for index in used.tolist()]) + varint(end - start),
         keys,
         column(lengths) + far.tobytes() + column(files) + column(columns.offsets[extents]),
-        *[value for value in values[start:end] if isinstance(value, bytes)],
+        *inline,
     )
-    return b"".join(body), min(sum(lengths[far].tolist()), MAX_UINT64)
+    return body, min(sum(lengths[far].tolist()), MAX_UINT64)
 
 
 def _interior(children: list[_Subtree], height: int, skip: int, btree_path: str) -> bytes:
@@ -309,7 +327,7 @@ def _manifest(
     version = varint(1) + varint(_GENERATION) + bytes((height, 0)) + b"".join(map(varint, numbers))
     older = varint(0)
     time = commit_time_ns.to_bytes(8, "little")
-    return frame(MANIFEST_MAGIC, config + file_table([path]) + version + time + older)
+    return frame(MANIFEST_MAGIC, config, file_table([path]), version, time, older)
 
 
 def _key_columns(keys: list[bytes], skip: int) -> tuple[bytes, bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count
 from operator import itemgetter
@@ -21,8 +21,11 @@ __all__ = ["Entries", "entries_of", "in_parts", "join_parts"]
 
 _INLINE_VALUE_MAX = 1 << 20
 
-_KEPT_AT_MOST = 200_000
-"""Arrays and chunks of a tree whose entries are kept for the next save: about 200 bytes each, of two trees."""
+_KEPT_BYTES = 256 << 20
+"""Of all entries that are kept for the next saves: those of 600,000 small arrays."""
+_KEPT_TREES = 8
+_OVERHEAD = 160
+"""Bytes that a key takes besides its text: as an object, in two orders, and in what is encoded of it."""
 
 T = TypeVar("T")
 
@@ -48,6 +51,8 @@ class Entries:
         keys += [_part_key(layout.STEP_RECORD, part) for part in range(record_parts)]
         digest_parts = -(-sum(self.counts) * SIZE // _INLINE_VALUE_MAX)
         keys += [_part_key(layout.CHUNK_DIGESTS, part) for part in range(digest_parts or 1)]
+        self.nbytes = 2 * sum(map(len, keys)) + _OVERHEAD * len(keys)
+        """Of memory, about."""
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self.keys = ocdbt.Keys([keys[i] for i in order])
         self._order = _picker(order)
@@ -79,18 +84,23 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     return lambda values: [values[place] for place in places]
 
 
-_kept: deque[Entries] = deque(maxlen=2)
-"""Of the trees that are saved now; RAM and slower tiers have the same entries."""
+_kept: list[Entries] = []
+"""Of the trees that are saved now, the one used last at the end; RAM and slower tiers have the same entries."""
+_guards_kept = threading.Lock()
 
 
 def entries_of(names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int) -> Entries:
-    """The entries of a step, kept for the next save of such a tree."""
-    for entries in tuple(_kept):
-        if (entries.record_parts, entries.names, entries.grids) == (record_parts, names, grids):
-            return entries
+    """The entries of a step, kept for the next saves of such a tree while there is room for them."""
+    with _guards_kept:
+        for i, entries in enumerate(_kept):
+            if (entries.record_parts, entries.names, entries.grids) == (record_parts, names, grids):
+                _kept.append(_kept.pop(i))
+                return entries
     made = Entries(names, grids, record_parts)
-    if len(names) + sum(made.counts) <= _KEPT_AT_MOST:
+    with _guards_kept:
         _kept.append(made)
+        while len(_kept) > _KEPT_TREES or sum(entries.nbytes for entries in _kept) > _KEPT_BYTES:
+            del _kept[0]
     return made
 
 

@@ -24,7 +24,7 @@ from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.encoding import ENCODINGS, Encoding
 from tieredckpt.format.grid import Grid, check
 
-__all__ = ["array_metadata", "dtype_from_name", "dtype_name", "parse_array_metadata", "zarr_type"]
+__all__ = ["array_metadata", "dtype_from_name", "dtype_name", "parse_array_metadata", "stored_as", "zarr_type"]
 
 _BUILTIN = (
     "bool",
@@ -82,6 +82,11 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
     if dtype is None or dtype_name(dtype) != name:
         raise Invalid(f"{name!r} names no dtype that a checkpoint can hold")
     return dtype
+
+
+def stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that zarr knows: times are stored as integers."""
+    return np.dtype(np.int64).newbyteorder(dtype.byteorder) if dtype.kind in "mM" else dtype
 
 
 @lru_cache(maxsize=4096)

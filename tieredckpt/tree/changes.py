@@ -61,7 +61,8 @@ def stamp(leaf: ArrayLeaf) -> object:
         owner = view
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
-        return _Same(owner), view.ctypes.data, view.strides, view.shape, view.dtype
+        address, _ = view.__array_interface__["data"]  # in half the time of `view.ctypes.data`
+        return _Same(owner), address, view.strides, view.shape, view.dtype
     return None
 
 

@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import eq
+from operator import attrgetter, eq
 from typing import Any, Final, TypeGuard
 
 import msgspec
@@ -198,6 +198,8 @@ class _Form:
                 self._nodes[place] = NoneNode()
         self._places = [place_of[leaf.key] for leaf in arrays]
         self._leaves = [msgspec.structs.replace(leaf, source=None) for leaf in arrays]
+        self._about = [list(map(attrgetter(name), arrays)) for name in ("key", "kind", "shape", "dtype", "immutable")]
+        """What the leaves of every such tree have alike, as columns."""
         numbers: dict[Kind, list[int]] = {}
         for number, leaf in enumerate(arrays):
             numbers.setdefault(leaf.kind, []).append(number)
@@ -264,10 +266,8 @@ class _Form:
     def _arrays(self, sources: Sequence[object]) -> list[ArrayLeaf] | None:
         if not all(column.fits(kind, sources) for kind, column in self._columns.items()):
             return None
-        arrays = [
-            ArrayLeaf(leaf.key, source, leaf.kind, leaf.shape, leaf.dtype, leaf.immutable, None)
-            for leaf, source in zip(self._leaves, sources, strict=True)
-        ]
+        keys, kinds, shapes, dtypes, immutable = self._about
+        arrays = list(map(ArrayLeaf, keys, sources, kinds, shapes, dtypes, immutable, repeat(None)))
         for number in self._one_by_one:
             leaf = as_array_leaf(self._leaves[number].key, sources[number])
             if not isinstance(leaf, ArrayLeaf) or msgspec.structs.replace(leaf, source=None) != self._leaves[number]:

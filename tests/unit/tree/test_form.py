@@ -22,14 +22,12 @@ import pytest
 from hypothesis import given, settings
 from support.trees import TREES, indexed
 
-from tieredckpt.engine.saving.snapshot import Plan
+from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.errors import Invalid
-from tieredckpt.format import ocdbt, step_keys
+from tieredckpt.format import ocdbt
 from tieredckpt.format.digest import digest
 from tieredckpt.format.encoding import CRC32C, PLAIN
-from tieredckpt.format.grid import Grid
 from tieredckpt.format.manifest import StepRecord, encode_step
-from tieredckpt.format.step_keys import entries_of
 from tieredckpt.format.structure import encode_structure
 from tieredckpt.tree import Flat, Shard, flatten
 from tieredckpt.tree.containers import NAMESPACE
@@ -232,13 +230,6 @@ def test_no_value_of_a_tree_is_kept() -> None:
 def test_times_of_another_unit_are_told_apart_though_their_dtypes_are_equal(make: Callable[[str], Any]) -> None:
     first, second = check({"a": make("M8[s]")}, {"a": make("M8[1000ms]")})
     assert first is not second
-
-
-def test_entries_of_an_array_of_many_chunks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_keys, "_KEPT_AT_MOST", 10)
-    for chunks, kept in ((9, True), (10, False)):
-        asked = ("many",), (Grid((chunks,), (1,), 1),), 1
-        assert (entries_of(*asked) is entries_of(*asked)) == kept
 
 
 def test_scalars_of_a_tree_are_not_kept() -> None:

@@ -88,6 +88,8 @@ class Peer:
     open: Callable[[Setting], Session]
     ours: bool = False
     """Whether it is this library."""
+    only: tuple[str, ...] | None = None
+    """The parts of a turn for which it is there, with the first workload alone; None for all."""
     missing_for_ranks: Callable[[], str | None] = lambda: None
     """Why several ranks cannot save with it here; None when they can."""
 

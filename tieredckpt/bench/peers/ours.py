@@ -1,16 +1,19 @@
-"""This library: RAM and a directory; arrays that are copied, and JAX arrays that are captured by reference."""
+"""This library: RAM and a directory; arrays of NumPy, torch and JAX that are copied, or captured by reference."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from tieredckpt.bench.peers.base import Peer, Setting, absent
-from tieredckpt.bench.peers.tensors import jax_arrays, join_process_group
+from tieredckpt.bench.peers.tensors import jax_arrays, join_process_group, tensors_of
 from tieredckpt.bench.workloads import State
 from tieredckpt.config import PosixTier, RamTier, StoreConfig
 from tieredckpt.interchange import export_step
@@ -19,6 +22,9 @@ from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncCheckpoint, SyncRestored
 
 __all__ = ["PEERS", "Stored"]
+
+Arrays: TypeAlias = Literal["numpy", "torch", "jax"]
+"""Whose arrays are saved."""
 
 _DISK = "disk"
 _FIRST_STEPS = 3.0
@@ -29,7 +35,8 @@ _DURABILITY = "fsync of packs, index and commit, then of the folder"
 class Stored:
     """A session with RAM and a directory."""
 
-    def __init__(self, setting: Setting, *, reference: bool) -> None:
+    def __init__(self, setting: Setting, *, arrays: Arrays, reference: bool = False) -> None:
+        self._arrays: Arrays = arrays
         self._reference = reference
         self._ranks, self._meet = setting.ranks, setting.meet
         if setting.ranks > 1:
@@ -54,8 +61,18 @@ class Stored:
         if self._reference:
             self._tree.clear()  # or the training would hold two states
             self._tree = jax_arrays(state)
+        elif self._arrays == "jax":
+            self._tree |= jax_arrays({key: array for key, array in state.items() if not self._has(key, array)})
         else:
-            self._tree = dict(state)
+            self._tree = dict(self._of(state))
+
+    def _has(self, key: str, array: npt.NDArray[Any]) -> bool:
+        """Whether an array is as it was taken last: then it is the same object, as what a training does not change."""
+        return key in self._tree and np.asarray(self._tree[key]).tobytes() == array.tobytes()
+
+    def _of(self, state: State) -> Mapping[str, Any]:
+        """What the library is given for arrays of NumPy, over the same memory where it works on that."""
+        return tensors_of(state) if self._arrays == "torch" else state
 
     def save(self, step: int) -> None:
         self._last = self._store.save(step, self._tree, capture="reference" if self._reference else "copy")
@@ -79,8 +96,10 @@ class Stored:
         self._store.__enter__()
 
     def restore(self, into: State | None) -> State:
-        like = self._like if into is None else None
-        return self._restored(self._store.restore(into=into, like=like, resume=False))
+        if into is None:
+            return self._restored(self._store.restore(like=self._like, resume=False))
+        self._store.restore(into=self._of(into), resume=False)
+        return into
 
     @property
     def _like(self) -> Any:
@@ -88,7 +107,7 @@ class Stored:
         return self._tree if self._ranks > 1 else None
 
     def restore_from_memory(self, into: State) -> None:
-        self._store.restore(into=into, resume=False)
+        self._store.restore(into=self._of(into), resume=False)
 
     def views(self) -> State:
         return self._restored(self._store.restore(like=self._like, copy=False, resume=False))
@@ -121,7 +140,7 @@ PEERS = (
         "copy",
         ("existing", "new"),
         lambda: None,
-        partial(Stored, reference=False),
+        partial(Stored, arrays="numpy"),
         ours=True,
         missing_for_ranks=absent("torch"),
     ),
@@ -132,8 +151,31 @@ PEERS = (
         "reference",
         ("existing", "new"),
         absent("jax"),
-        partial(Stored, reference=True),
+        partial(Stored, arrays="jax", reference=True),
         ours=True,
+        missing_for_ranks=absent("torch"),
+    ),
+    Peer(
+        "tieredckpt-torch",
+        "CheckpointStore.save of torch tensors, restore(into=) them",
+        _DURABILITY,
+        "copy",
+        ("existing",),
+        absent("torch"),
+        partial(Stored, arrays="torch"),
+        ours=True,
+        only=("cold", "warm"),
+    ),
+    Peer(
+        "tieredckpt-jax",
+        "CheckpointStore.save of JAX arrays, the same objects where they have not changed",
+        _DURABILITY,
+        "copy",
+        ("existing",),
+        absent("jax"),
+        partial(Stored, arrays="jax"),
+        ours=True,
+        only=("tenth",),
         missing_for_ranks=absent("torch"),
     ),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from tieredckpt.concurrency import in_thread
@@ -35,7 +36,7 @@ class _Unread(NamedTuple):
 
 
 class FrozenCheck:
-    """Reads frozen arrays again, one after the other at a bounded rate. Lives on the engine's loop.
+    """Reads frozen arrays again, one after the other at a bounded rate and beside no save. Lives on the engine's loop.
 
     Saves that come while it reads are covered by the next save's check, or by `drained`. The arrays that it is to read
     live on until they are read.
@@ -48,8 +49,19 @@ class FrozenCheck:
         self._later: _Unread | None = None
         """Of the newest save, while an older one's are checked."""
         self._hurry = asyncio.Event()
+        self._may_read = asyncio.Event()
+        self._may_read.set()
         self._checked: dict[str, int] = {}
         """The newest step for which an array had the bytes that are stored, by storage key."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Read nothing anew while the block makes a save, for which a training waits: one save at a time."""
+        self._may_read.clear()
+        try:
+            yield
+        finally:
+            self._may_read.set()
 
     def begin(self, step: StepId, snapshot: Snapshot, digests: Mapping[str, Sequence[bytes]], frozen: set[str]) -> None:
         """Check the arrays that ``step`` took unread: now, or if a check is under way, when `drained` is called."""
@@ -75,8 +87,10 @@ class FrozenCheck:
         for i, leaf, grid, digests in unread.arrays:
             try:
                 same = True
+                await self._may_read.wait()
                 cells = await in_thread(lambda *of: list(cells_of(*of)), i, leaf, grid, pool=self._state.pool)
                 for cell, digest in zip(cells, digests, strict=True):
+                    await self._may_read.wait()
                     begin = time.monotonic()
                     same = same and await in_thread(_digest, cell, outlet, pool=self._state.pool) == digest
                     await self._wait(cell.nbytes / limits.in_force.frozen_rate - (time.monotonic() - begin))

@@ -14,11 +14,12 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,8 +32,9 @@ from tieredckpt.engine.saving.frozen import FrozenCheck
 from tieredckpt.engine.saving.last_save import LastSave, Sighting
 from tieredckpt.engine.saving.moment import Moment
 from tieredckpt.engine.saving.outlet import Outlet
+from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
-from tieredckpt.engine.saving.snapshot import Located, Plan, Snapshot
+from tieredckpt.engine.saving.snapshot import NO_SMALL, Located, Snapshot
 from tieredckpt.engine.saving.spill import Refused, attributed, stream, usable_ram
 from tieredckpt.engine.state.branch import RESTORED_LOSSY, Continued, Origin
 from tieredckpt.engine.state.state import State
@@ -68,6 +70,17 @@ class Saved:
     """Why the save was not made, if it was not."""
 
 
+class _Indexed(NamedTuple):
+    """A step before its commit."""
+
+    record: StepRecord
+    arrays: dict[str, ArrayIndex]
+    """As this rank has them."""
+    stored: dict[str, ArrayIndex]
+    encoded: commit_file.Encoded | None = None
+    """What is to be put, where it is known already."""
+
+
 class Writer:
     """Makes saves, one at a time. Lives on the engine's loop."""
 
@@ -81,8 +94,8 @@ class Writer:
         """The form of the last tree, as of `Flat`."""
         self._plan: Plan | None = None
         """Of the last tree."""
-        self._small: dict[str, bytes] = {}
-        """The digests of the arrays of the last save that lie in the index, by key."""
+        self._small = NO_SMALL
+        """Of the last save."""
         self._policies = state.config.recorded_policies
         self._last = LastSave(state.config.frozen)
         self.frozen = FrozenCheck(state, self._last)
@@ -115,7 +128,7 @@ class Writer:
             DeviceUnavailable: a device did not give its memory.
         """
         begin = time.monotonic() if began is None else began
-        async with self._guards_saves:
+        async with self._alone():
             state = self._state
             continued = self._decide(step, origin, overwrite=overwrite)
             identity = StepId(state.branch.last_serial + 1, step)
@@ -158,6 +171,13 @@ class Writer:
         state.changed.notify()
         return Saved(identity, tier.name, record.nbytes, new_bytes, seconds)
 
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Make no other save in the block, and read no frozen arrays again."""
+        async with self._guards_saves:
+            with self.frozen.paused():
+                yield
+
     async def _save_once(
         self,
         snapshot: Snapshot,
@@ -172,12 +192,15 @@ class Writer:
             tier, ram, located, written = await self._place(snapshot, refusals, until_committed)
             try:
                 await moment.copied(snapshot, located)
-                record, arrays, stored = await self._in_pool(self._index, identity, flat, snapshot, metrics, located)
+                index = partial(self._index, identity, flat, snapshot, metrics, located)
+                if tier.in_memory:  # where the hand-over from thread to thread would take a good part of a commit
+                    index = partial(_index_and_encode, index, tier, commit_file.free_btree_key(tier, identity))
+                record, arrays, stored, encoded = await self._in_pool(index)
                 with attributed(tier):
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.branch.last_serial = identity.serial
                     if tier.in_memory:
-                        await commit_file.commit(tier, record, stored)
+                        await commit_file.commit(tier, record, stored, encoded=encoded)
                     else:
                         await self._slower.commit(tier, StepIndex(record, stored), written.sizes)
                     if self._state.membership.size == 1:
@@ -254,12 +277,11 @@ class Writer:
 
     def _index(
         self, identity: StepId, flat: Flat, snapshot: Snapshot, metrics: Mapping[str, float], located: Located
-    ) -> tuple[StepRecord, dict[str, ArrayIndex], dict[str, ArrayIndex]]:
-        """The record of a step, its arrays as this rank has them, and as they are stored."""
+    ) -> _Indexed:
         arrays = snapshot.index(located)
-        snapshot.compare_small(arrays, self._small)
+        snapshot.compare_small(self._small)
         stored = join(flat.structure, arrays) if flat.in_pieces and self._state.membership.size == 1 else arrays
-        return self._record(identity, flat, snapshot, metrics), arrays, stored
+        return _Indexed(self._record(identity, flat, snapshot, metrics), arrays, stored)
 
     def _record(self, identity: StepId, flat: Flat, snapshot: Snapshot, metrics: Mapping[str, float]) -> StepRecord:
         state = self._state
@@ -290,6 +312,11 @@ class Writer:
             rank=state.membership.rank if state.membership.size > 1 else None,
             ranks=state.membership.size,
         )
+
+
+def _index_and_encode(index: Callable[[], _Indexed], tier: Tier, btree_key: str) -> _Indexed:
+    found = index()
+    return found._replace(encoded=commit_file.encode_now(tier, found.record, found.stored, btree_key))
 
 
 @functools.cache

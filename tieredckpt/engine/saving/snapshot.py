@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from functools import cached_property
+from itertools import chain, compress, zip_longest
+from operator import ne
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +25,15 @@ from tieredckpt.devices.link import Link
 from tieredckpt.devices.memory import HostMemory
 from tieredckpt.engine.saving.cells import Cell, DeviceCell, cells_here, cells_of, cells_on_device, in_0_and_1
 from tieredckpt.engine.saving.outlet import Outlet
-from tieredckpt.engine.tier.slab_index import slab_size
+from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.errors import DeviceUnavailable
 from tieredckpt.format.digest import digest_each
-from tieredckpt.format.grid import Grid, cell_box, cells, plan, plan_block
-from tieredckpt.format.manifest import INLINE_MAX, ArrayIndex, Chunk
+from tieredckpt.format.grid import Grid, cell_box, cells
+from tieredckpt.format.manifest import ArrayIndex, Chunk
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree.arrays import ArrayLeaf, device_view, host_view, small_bytes
 
-__all__ = ["Cell", "Copied", "Digests", "Located", "Plan", "Room", "Snapshot", "snapshot_size"]
+__all__ = ["NO_SMALL", "Cell", "Copied", "Digests", "Located", "Room", "Small", "Snapshot"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -67,35 +69,18 @@ class Copied:
     offset: int
 
 
+class Small(NamedTuple):
+    """The arrays of a tree that lie in the index."""
+
+    keys: list[str]
+    digests: list[bytes]
+    """Of each array: those of its cells, one after the other."""
+
+
+NO_SMALL = Small([], [])
+
 _Begun = tuple[DeviceCell, int, Bytes]
 """A cell whose copy was begun, the offset of its extent, and its memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How the arrays of a tree are cut; it serves every tree of the same form."""
-
-    grids: list[Grid]
-    """By index of the leaf."""
-    gathered: list[int]
-    """The leaves that lie in the index as one cell, whose bytes are those of the array."""
-    inline: list[int]
-    """The other leaves that lie in the index."""
-    paged: list[int]
-    """The leaves whose cells take pages."""
-
-    @classmethod
-    def of(cls, leaves: Sequence[ArrayLeaf], chunk_size: int) -> Plan:
-        """Cut every array into cells of about ``chunk_size`` bytes."""
-        found = cls([_grid(leaf, chunk_size) for leaf in leaves], [], [], [])
-        for i, (leaf, grid) in enumerate(zip(leaves, found.grids, strict=True)):
-            if grid.size * grid.cell_nbytes > INLINE_MAX:
-                found.paged.append(i)
-            elif grid.cell == leaf.shape and leaf.part is None and leaf.dtype.kind != "b":
-                found.gathered.append(i)
-            else:
-                found.inline.append(i)
-        return found
 
 
 @dataclass
@@ -116,10 +101,10 @@ class Snapshot:
     """The slab had no room for the next cell; `work` may go on when some was made."""
     new_bytes: int = 0
     """Bytes of the cells that take pages and were not in the slab before."""
-    small: dict[str, bytes] = field(default_factory=dict)
-    """The digests of the arrays that lie in the index, by key, after `compare_small`."""
+    small: Small = NO_SMALL
+    """The arrays that lie in the index, after `compare_small`."""
     new_small: int = 0
-    """Bytes of those of these arrays that have changed, without padding."""
+    """Bytes of those of them that have changed, without padding."""
     error: BaseException | None = None
     _stop: bool = False
     _guards_outcome: threading.Lock = field(default_factory=threading.Lock)
@@ -151,10 +136,13 @@ class Snapshot:
         """
         plan = plan or Plan.of(leaves, chunk_size)
         outlet = outlet or Outlet(HostMemory(), {})
-        brought = outlet.small({i: leaves[i] for i in (*plan.gathered, *plan.inline)})
-        here = [i for i in plan.gathered if i not in brought]
-        of_here = dict(zip(here, small_bytes([leaves[i] for i in here]), strict=True))
-        gathered = [brought[i].tobytes() if i in brought else of_here[i] for i in plan.gathered]
+        brought = outlet.small({i: leaves[i] for i in chain(plan.gathered, plan.inline)})
+        here = small_bytes([leaves[i] for i in plan.gathered if i not in brought])
+        if brought:
+            of_here = iter(here)
+            gathered = [brought[i].tobytes() if i in brought else next(of_here) for i in plan.gathered]
+        else:
+            gathered = here
         inline = {
             i: _inline(in_0_and_1(brought[i] if i in brought else host_view(leaves[i])), plan.grids[i])
             for i in plan.inline
@@ -178,11 +166,17 @@ class Snapshot:
         """By index of the leaf."""
         return self.plan.grids
 
-    def compare_small(self, arrays: Mapping[str, ArrayIndex], before: Mapping[str, bytes]) -> None:
-        """Find out which arrays that lie in the index have other digests than ``before``; ``arrays`` are of `index`."""
-        keys = [self.leaves[i].key for i in (*self.plan.gathered, *self.plan.inline)]
-        self.small = {key: b"".join([chunk.digest for chunk in arrays[key].chunks]) for key in keys}
-        self.new_small = sum([arrays[key].grid.nbytes for key in keys if before.get(key) != self.small[key]])
+    @cached_property
+    def _small_digests(self) -> list[list[bytes]]:
+        """Of the cells that lie in the index: of all that are gathered, then of each other array."""
+        return list(map(digest_each, (self.gathered, *self.inline.values())))
+
+    def compare_small(self, before: Small) -> None:
+        """Find out which arrays that lie in the index have other digests than ``before``."""
+        gathered, *inline = self._small_digests
+        now = self.small = Small(self.plan.small, [*gathered, *map(b"".join, inline)])
+        known = before.digests if before.keys == now.keys else map(dict(zip(*before, strict=True)).get, now.keys)
+        self.new_small = sum(compress(self.plan.small_nbytes, map(ne, known, now.digests)))
 
     @property
     def unread(self) -> set[str]:
@@ -193,7 +187,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(grid.nbytes for grid in self.grids)
+        return self.plan.nbytes
 
     def stop(self) -> None:
         """Make `work` return after the cell it is at."""
@@ -204,7 +198,7 @@ class Snapshot:
 
         When it returns, nothing reads the arrays and nothing writes to the room any more, devices included.
         """
-        with self.outlet.link(self._largest) as link:
+        with self.outlet.link(self.plan.largest) as link:
             try:
                 while not self._stop and not self.full:
                     try:
@@ -303,26 +297,21 @@ class Snapshot:
                 found = self._unread[cell.array] = list(cells_of(cell.array, leaf, grid))
         return found[cell.ordinal]
 
-    @property
-    def _largest(self) -> int:
-        return max((grid.cell_nbytes for grid in map(self.grids.__getitem__, self.plan.paged)), default=1)
-
     def index(self, extent_of: Located) -> dict[str, ArrayIndex]:
         """The arrays' chunks by key; ``extent_of`` has those of the cells, by leaf and ordinal."""
-        small = map(Chunk, digest_each(self.gathered), self.gathered)
-        chunks: dict[int, Sequence[Chunk]] = dict(zip(self.plan.gathered, zip(small, strict=True), strict=True))
-        for i, values in self.inline.items():
-            chunks[i] = list(map(Chunk, digest_each(values), values))
-        for i in self.plan.paged:
-            chunks[i] = [extent_of[i, ordinal] for ordinal in range(self.grids[i].size)]
-        return {
-            leaf.key: ArrayIndex(grid, leaf.dtype, chunks[i])
-            for i, (leaf, grid) in enumerate(zip(self.leaves, self.grids, strict=True))
-        }
+        plan, (gathered, *inline) = self.plan, self._small_digests
+        chunks: list[Sequence[Chunk]] = [()] * len(plan.grids)
+        for i, one in zip(plan.gathered, zip(map(Chunk, gathered, self.gathered), strict=True), strict=True):
+            chunks[i] = one
+        for (i, values), digests in zip(self.inline.items(), inline, strict=True):
+            chunks[i] = list(map(Chunk, digests, values))
+        for i in plan.paged:
+            chunks[i] = [extent_of[i, ordinal] for ordinal in range(plan.grids[i].size)]
+        return dict(zip(plan.keys, map(ArrayIndex, plan.grids, plan.dtypes, chunks), strict=True))
 
     def digests(self, arrays: Mapping[str, ArrayIndex]) -> dict[str, list[bytes]]:
         """The digests of the chunks that take pages, by key; ``arrays`` are those of `index`."""
-        keys = [self.leaves[i].key for i in self.plan.paged]
+        keys = map(self.plan.keys.__getitem__, self.plan.paged)
         return {key: [chunk.digest for chunk in arrays[key].chunks] for key in keys}
 
     def in_slab(self, pack: str) -> Located:
@@ -332,52 +321,30 @@ class Snapshot:
             for done in self.copied
         }
 
-    def _small_digests(self) -> Digests:
+    def _digests_in_index(self) -> Digests:
         """Of the cells that lie in the index."""
-        places = [self._place(i, 0) for i in self.plan.gathered]
-        found: Digests = dict(zip(places, digest_each(self.gathered), strict=True))
-        for i, values in self.inline.items():
-            found.update((self._place(i, n), each) for n, each in enumerate(digest_each(values)))
+        gathered, *inline = self._small_digests
+        found: Digests = {self._place(i, 0): each for i, each in zip(self.plan.gathered, gathered, strict=True)}
+        for i, digests in zip(self.inline, inline, strict=True):
+            found.update((self._place(i, n), each) for n, each in enumerate(digests))
         return found
 
     def _place(self, i: int, ordinal: int) -> tuple[str, tuple[int, ...], int]:
-        return self.leaves[i].key, self.grids[i].cell, ordinal
+        return self.plan.keys[i], self.grids[i].cell, ordinal
 
     def digests_now(self) -> Digests:
         """The digest of every cell, without a copy to the slab; arrays of devices come through buffers."""
-        found = self._small_digests()
-        with self.outlet.link(self._largest) as link:
+        found = self._digests_in_index()
+        with self.outlet.link(self.plan.largest) as link:
             for cell in self.pending:
                 found[self._place(cell.array, cell.ordinal)] = cell.digest_by(link)
         return found
 
     def digests_copied(self, located: Located) -> Digests:
         """The digest of every cell as it was copied, to ``located`` if it takes pages."""
-        found = self._small_digests()
+        found = self._digests_in_index()
         found.update((self._place(i, n), chunk.digest) for (i, n), chunk in located.items())
         return found
-
-
-def snapshot_size(leaves: Iterable[ArrayLeaf], chunk_size: int, ranks_with: Callable[[ArrayLeaf], int]) -> int:
-    """Bytes of a slab that a snapshot of these leaves takes, whose data may be absent.
-
-    Of a leaf that several ranks have, as ``ranks_with`` tells, it is this rank's share.
-    """
-    total = 0
-    for leaf in leaves:
-        grid = _grid(leaf, chunk_size)
-        if grid.size * grid.cell_nbytes > INLINE_MAX:
-            total += grid.size * slab_size(grid.cell_nbytes) // ranks_with(leaf)
-    return total
-
-
-def _grid(leaf: ArrayLeaf, chunk_size: int) -> Grid:
-    """The cells of a leaf: of a piece such that, where possible, they are cells of one grid of its array."""
-    if leaf.place is None:
-        return plan(leaf.shape, leaf.dtype.itemsize, chunk_size)
-    if leaf.place.cell is not None:
-        return Grid(leaf.shape, leaf.place.cell, leaf.dtype.itemsize)
-    return plan_block(leaf.box, leaf.place.shape, leaf.dtype.itemsize, chunk_size, leaf.place.cut)
 
 
 def _inline(view: npt.NDArray[Any], grid: Grid) -> list[bytes]:

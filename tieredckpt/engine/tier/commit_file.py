@@ -21,7 +21,7 @@ from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, Tier
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, decode_step, encode_step
 
-__all__ = ["Encoded", "check_settled", "commit", "delete_manifest", "encode", "free_btree_key", "retract"]
+__all__ = ["Encoded", "check_settled", "commit", "delete_manifest", "encode", "encode_now", "free_btree_key", "retract"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,18 @@ async def encode(
 
     The key is made longer if the manifest, which has it, would be shorter than ``at_least`` bytes.
     """
-    others = None if tier.in_memory else tier.packs.encoding_of_array
-    encode_at = partial(encode_step, record, arrays, encoding=tier.chunks.encoding, others=others)
     while True:
-        index = await in_thread(partial(encode_at, btree_path=btree_key))
-        if (missing := at_least - len(index.manifest)) <= 0:
-            return Encoded(arrays, btree_key, index)
+        encoded = await in_thread(encode_now, tier, record, arrays, btree_key)
+        if (missing := at_least - len(encoded.index.manifest)) <= 0:
+            return encoded
         btree_key += "0" * missing
+
+
+def encode_now(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str) -> Encoded:
+    """As `encode`, on this thread."""
+    others = None if tier.in_memory else tier.packs.encoding_of_array
+    index = encode_step(record, arrays, btree_path=btree_key, encoding=tier.chunks.encoding, others=others)
+    return Encoded(arrays, btree_key, index)
 
 
 async def commit(
@@ -101,7 +106,7 @@ async def commit(
         if encoded is None or encoded.arrays is not arrays or _may_be_there(tier, step):
             encoded = await encode(tier, record, arrays, free_btree_key(tier, step), at_least=replaced)
         btree_key, index = encoded.btree_key, encoded.index
-        await tier.store.put(btree_key, [index.btree])
+        await tier.store.put(btree_key, index.nodes)
         exclusive = first and traits.remote and traits.create_only
         try:
             await _put_manifest(tier, record, index.manifest, exclusive=exclusive)
@@ -112,7 +117,7 @@ async def commit(
             look = not isinstance(error, asyncio.CancelledError)
             if not await whole(_doubt(tier, step, packs_of(arrays), btree_key, look=look)):
                 raise
-        for key in tier.steps.know(record, arrays, btree_key, len(index.btree) + len(index.manifest)):
+        for key in tier.steps.know(record, arrays, btree_key, index.nbytes):
             tier.packs.orphans.pop(key, None)
         if before is not None and before.btree_key and step not in tier.steps.doubtful:
             await tier.store.delete(before.btree_key)

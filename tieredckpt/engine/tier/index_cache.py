@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 
 from tieredckpt.engine.tier.sizes import Sizes
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex
@@ -63,5 +65,5 @@ def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
 
 def packs_of(arrays: Mapping[str, ArrayIndex]) -> frozenset[str]:
     """The packs that a step refers to."""
-    wheres = [chunk.where for array in arrays.values() for chunk in array.chunks]
-    return frozenset([where.path for where in wheres if isinstance(where, Extent)])
+    chunks = chain.from_iterable(map(attrgetter("chunks"), arrays.values()))
+    return frozenset([where.path for where in map(attrgetter("where"), chunks) if isinstance(where, Extent)])

@@ -259,6 +259,42 @@ async def test_flush_waits_for_the_check_of_the_last_save_too(
         assert heard.of(FrozenChanged) == [FrozenChanged(3, "base", 2)]
 
 
+async def test_a_check_reads_nothing_anew_while_a_save_is_made(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, copies, copied = (threading.Event() for _ in range(4))
+    digest, work, read = frozen._digest, snapshot.Snapshot.work, 0
+
+    def noted(*arguments: Any) -> bytes:
+        nonlocal read
+        read += 1
+        begun.set()
+        assert goes_on.wait(SOON)
+        return digest(*arguments)
+
+    def slow(self: snapshot.Snapshot, room: Any) -> None:
+        copies.set()
+        assert copied.wait(SOON)
+        work(self, room)
+
+    monkeypatch.setattr(frozen, "_digest", noted)
+    base = values(0)
+    async with opened(shared_memory, tmp_path, "base") as store:
+        for step in (1, 2):
+            await store.save(step, {"base": base, "other": values(step)})
+        assert await asyncio.to_thread(begun.wait, SOON)
+        monkeypatch.setattr(snapshot.Snapshot, "work", slow)
+        saving = asyncio.create_task(store.save(3, {"base": base, "other": values(3)}))
+        assert await asyncio.to_thread(copies.wait, SOON)
+        goes_on.set()
+        await asyncio.sleep(0.2)
+        assert read == 1, "the chunk at which the check was, and no other"
+        copied.set()
+        await saving
+        await store.flush()
+        assert read == 8, "four chunks after step 2, and four after step 3"
+
+
 async def test_a_check_keeps_nothing_but_what_it_is_to_read(
     tmp_path: Path, shared_memory: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

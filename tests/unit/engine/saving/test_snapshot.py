@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.engine.saving import snapshot
-from tieredckpt.engine.saving.snapshot import Snapshot
+from tieredckpt.engine.saving import plan
+from tieredckpt.engine.saving.snapshot import NO_SMALL, Snapshot
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.digest import SIZE, digest
 from tieredckpt.format.grid import cell_box, cells
@@ -31,10 +31,10 @@ def leaves(draw: st.DrawFn) -> Any:
     return msgspec.structs.replace(leaf, place=Place("w", tuple(2 * n for n in shape), shape, cell=cell))
 
 
-@given(leaf=leaves(), inline_max=st.sampled_from([0, snapshot.INLINE_MAX]))
+@given(leaf=leaves(), inline_max=st.sampled_from([0, plan.INLINE_MAX]))
 def test_a_cell_is_the_bytes_that_zarr_has_of_it(leaf: Any, inline_max: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "INLINE_MAX", inline_max)
+        patch.setattr(plan, "INLINE_MAX", inline_max)
         planned = Snapshot.of([leaf], 1 << 20, {})
     (grid,) = planned.grids
     found = dict(enumerate(planned.inline.get(0, planned.gathered)))
@@ -53,13 +53,23 @@ def test_a_cell_is_the_bytes_that_zarr_has_of_it(leaf: Any, inline_max: int) -> 
 @given(leaf=leaves())
 def test_of_small_arrays_only_digests_are_kept_and_padding_is_not_counted(leaf: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "INLINE_MAX", 1 << 30)
+        patch.setattr(plan, "INLINE_MAX", 1 << 30)
         planned, again = Snapshot.of([leaf], 1 << 20, {}), Snapshot.of([leaf], 1 << 20, {})
-    planned.compare_small(planned.index({}), {})
+    planned.compare_small(NO_SMALL)
     assert planned.new_small == leaf.source.nbytes
-    assert len(planned.small[leaf.key]) == SIZE * planned.grids[0].size
-    again.compare_small(again.index({}), planned.small)
+    assert list(map(len, planned.small.digests)) == [SIZE * planned.grids[0].size]
+    again.compare_small(planned.small)
     assert again.new_small == 0
+
+
+def test_small_arrays_are_compared_by_key_where_the_tree_is_another_one() -> None:
+    """Some are gathered, some (of bools) are not; ``b`` has moved, and only ``c`` and ``new`` are new."""
+    before = {"a": np.ones(3), "b": np.zeros(4, np.bool_), "c": np.zeros(2), "gone": np.ones(1)}
+    after = {"b": before["b"], "new": np.zeros(5), "c": np.ones(2), "a": before["a"]}
+    first, second = (Snapshot.of(flatten(tree).arrays, 1 << 20, {}) for tree in (before, after))
+    first.compare_small(NO_SMALL)
+    second.compare_small(first.small)
+    assert second.new_small == after["new"].nbytes + after["c"].nbytes
 
 
 @pytest.mark.parametrize(("first", "rows"), [(4, 3), (110, 100), (550, 500), (5500, 5000)])
@@ -70,5 +80,6 @@ def test_small_cells_take_no_pages_of_their_own(first: int, rows: int) -> None:
     paged = [cell.nbytes for cell in planned.pending]
     assert min(paged, default=4096) >= 4096
     lies_at = {(cell.array, cell.ordinal): Chunk(b"", Extent("", 0, cell.nbytes)) for cell in planned.pending}
-    planned.compare_small(planned.index(lies_at), {})
+    planned.index(lies_at)
+    planned.compare_small(NO_SMALL)
     assert sum(paged) + planned.new_small == shard.array.nbytes

@@ -231,11 +231,11 @@ async def test_ram_that_is_made_anew_before_the_commit_leaves_the_save_to_the_ne
 ) -> None:
     commit = commit_file.commit
 
-    async def fail_in_ram(tier: Tier, record: StepRecord, arrays: dict[str, ArrayIndex]) -> None:
+    async def fail_in_ram(tier: Tier, record: StepRecord, arrays: dict[str, ArrayIndex], **encoded: Any) -> None:
         if tier.ram is not None:
             await store._life.engine._reconnect(tier)
             raise TierUnavailable("the folder went away")
-        await commit(tier, record, arrays)
+        await commit(tier, record, arrays, **encoded)
 
     async with opened(capacity="16 MiB") as store:
         heard = Heard(store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reliability.tiers import FaultyTiers
@@ -188,7 +189,7 @@ async def test_a_serial_is_used_once_though_its_commit_failed(
 ) -> None:
     commit = commit_file.commit
 
-    async def broken(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], **how: bool) -> None:
+    async def broken(tier: Tier, record: StepRecord, arrays: Mapping[str, ArrayIndex], **how: Any) -> None:
         if record.step == 2:
             raise RuntimeError("the machine is on fire")
         await commit(tier, record, arrays, **how)
