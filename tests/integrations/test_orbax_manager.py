@@ -22,6 +22,7 @@ from support.scenes import config, folder, ram
 
 from tieredckpt import CheckpointStore, Conflict, Invalid, NotFound, SyncStore, TierUnavailable
 from tieredckpt.interchange import export_step, import_step
+from tieredckpt.policy.base import Retention, parse
 
 jax = require("jax")
 jnp = require("jax.numpy")
@@ -29,6 +30,7 @@ ocp = require("orbax.checkpoint")
 policies = require("orbax.checkpoint.checkpoint_managers")
 optax = require("optax")
 ours = require("tieredckpt.integrations.orbax")
+config_for = require("tieredckpt.integrations.orbax.options").config_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -336,6 +338,15 @@ def test_a_folder_keeps_what_the_options_say(options: dict[str, Any], tmp_path: 
         assert expected <= set(mine.all_steps())  # others may still be in RAM
         assert mine.best_step() == (1 if "best_fn" in options else 7)
         assert mine.metrics(7) == {"loss": 7.0}
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run"])
+def test_a_url_keeps_what_the_options_say(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tieredckpt"):
+        found = config_for(url, Options(max_to_keep=3, keep_period=10))
+    assert not caplog.records
+    kept = [{"kind": "last_n", "n": 3}, {"kind": "every_k", "k": 10}]
+    assert found.tiers[-1].retain == parse(Retention, {"kind": "union", "policies": kept})
 
 
 def test_the_best_step_is_none_of_which_a_lossy_copy_alone_is_left(tmp_path: Path, shared_memory: Path) -> None:

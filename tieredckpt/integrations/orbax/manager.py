@@ -48,7 +48,7 @@ class CheckpointManager:
     """Saves and restores steps of one or several items, as ``orbax.checkpoint.CheckpointManager`` does.
 
     Args:
-        directory: a folder, which gets RAM before it and keeps what ``options`` say; or what else
+        directory: a folder or URL, which gets RAM before it and keeps what ``options`` say; or what else
             `CheckpointStore.open` takes, such as ``"ckpt.toml"``, or a store that is open, which say it themselves.
         checkpointers: None, or Orbax's by name, of which only the handlers are used.
         options: ``docs/guides/orbax.md`` has the table of what each does here.
