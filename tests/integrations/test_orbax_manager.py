@@ -421,6 +421,18 @@ def test_a_restore_that_failed_goes_back_to_nothing(store: SyncStore) -> None:
         assert manager.all_steps() == [1, 2, 3, 4, 5]
 
 
+def test_a_step_that_was_just_saved_counts_before_this_process_lists_it(
+    store: SyncStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several processes one may list a step later than another; all must decide alike."""
+    manager = CheckpointManager(store, options=Options(save_interval_steps=2))
+    monkeypatch.setattr(SyncStore, "steps", lambda _: [])
+    assert manager.save(2, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+    assert not manager.should_save(2)
+    assert not manager.should_save(3)
+    assert manager.should_save(4)
+
+
 def test_a_tier_that_fails_stops_no_training(store: SyncStore, faults: FaultyTiers) -> None:
     manager = CheckpointManager(store)
     faults.kill("disk", TierUnavailable("the cable was pulled"))
