@@ -47,3 +47,21 @@ def xxh3_copy(source: NDArray[Any], target: NDArray[Any]) -> bytes:
 
 def xxh3_copy_portable(source: NDArray[Any], target: NDArray[Any]) -> bytes:
     """The same without vector instructions."""
+
+NARROW_ACCELERATED: bool
+"""Whether this processor has the vector instructions that `narrow_bf16` and `narrow_fp16` are written for."""
+
+def narrow_bf16(source: NDArray[Any], target: NDArray[Any]) -> bool:
+    """Round 32-bit floats to bfloat16 in `target`; whether all of them are finite before and after.
+
+    What becomes of others is not said. Without the GIL from 64 KiB on. `ValueError` where the sizes do not fit.
+    """
+
+def narrow_fp16(source: NDArray[Any], target: NDArray[Any]) -> bool:
+    """The same, to float16."""
+
+def narrow_bf16_portable(source: NDArray[Any], target: NDArray[Any]) -> bool:
+    """The same without vector instructions."""
+
+def narrow_fp16_portable(source: NDArray[Any], target: NDArray[Any]) -> bool:
+    """The same without vector instructions."""

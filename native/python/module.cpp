@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "crc32c/crc32c.hpp"
+#include "narrow/narrow.hpp"
 #include "python/lent_bytes.hpp"
 #include "xxh3/xxh3.hpp"
 
@@ -44,6 +45,23 @@ nb::bytes copy_and_hash(Function function, nb::handle source, nb::handle target)
   const std::size_t size = std::max(from.size(), to.size());
   check_long(size);
   return as_bytes(without_gil(size, [&] { return function(from.data(), from.size(), to.data(), to.size()); }));
+}
+
+bool narrow(tieredckpt::Narrow function, nb::handle source, nb::handle target) {
+  const LentBytes from(source, PyBUF_SIMPLE);
+  const LentBytes to(target, PyBUF_WRITABLE);
+  const std::size_t count = from.size() / sizeof(float);
+  if (from.size() % sizeof(float) != 0 || to.size() != count * sizeof(std::uint16_t)) {
+    throw nb::value_error("the source is no floats, or the target has not half of its size");
+  }
+  const auto* floats = static_cast<const float*>(from.data());
+  return without_gil(from.size(), [&] { return function(floats, static_cast<std::uint16_t*>(to.data()), count); });
+}
+
+void define_narrow(nb::module_& module, const char* name, tieredckpt::Narrow function) {
+  module.def(
+      name, [function](nb::handle source, nb::handle target) { return narrow(function, source, target); },
+      nb::arg("source"), nb::arg("target"));
 }
 
 }  // namespace
@@ -111,4 +129,9 @@ NB_MODULE(_native, module) {
       });
   module.attr("XXH3_ACCELERATED") = tieredckpt::xxh3_accelerated();
   module.attr("XXH3_SHORTEST") = tieredckpt::kXxh3Shortest;
+  define_narrow(module, "narrow_bf16", tieredckpt::narrow_bf16);
+  define_narrow(module, "narrow_fp16", tieredckpt::narrow_fp16);
+  define_narrow(module, "narrow_bf16_portable", tieredckpt::narrow_bf16_portable);
+  define_narrow(module, "narrow_fp16_portable", tieredckpt::narrow_fp16_portable);
+  module.attr("NARROW_ACCELERATED") = tieredckpt::narrow_accelerated();
 }

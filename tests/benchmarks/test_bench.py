@@ -37,6 +37,8 @@ KEYS = {
     "stall_over_memcpy",
     "durable_over_direct_write",
     "export_over_direct_write",
+    "export_cast_over_direct_write",
+    "export_stall_ratio",
     "incremental_bytes_ratio",
     "incremental_time_ratio",
     "restore_ram_over_memcpy",

@@ -242,30 +242,60 @@ def compare(folder: Path) -> None:
 
 
 def ranks() -> None:
-    """Save arrays of all processes, and an item that each has of its own, and restore them."""
     from distributed.launch import rank_of_this_process
 
     with rank_of_this_process() as me:
-        over, abstract = mesh(), jax.eval_shape(new_state)
-        state = jax.jit(new_state, out_shardings=shardings(abstract, over))()
-        batches = Batches()
-        with CheckpointManager(me.arguments["folder"]) as manager:
-            batches.at = 10 + me.rank
+        if "kill_at" in me.arguments:
+            me.tell(trained_by_ranks(Path(me.arguments["folder"]), me.arguments["kill_at"]))
+        else:
+            save_and_restore(me)
+
+
+def trained_by_ranks(folder: Path, kill_at: int) -> tuple[int, str]:
+    """Train with arrays over all processes, until they are killed or to the end: the step that it began with, and the
+    SHA-256 of what this process ends with."""
+    abstract, batches = jax.eval_shape(new_state), Batches()
+    with CheckpointManager(folder, options=ocp.CheckpointManagerOptions(save_interval_steps=2)) as manager:
+        state = jax.jit(new_state, out_shardings=shardings(abstract, mesh()))()
+        if manager.latest_step() is not None:
+            args = {"items": ocp.args.PyTreeRestore(on(abstract, mesh())), "iter": BatchesArgs(batches)}
+            state = manager.restore(None, args=ocp.args.Composite(**args))["items"]
+        begun = int(state.step)
+
+        def save(step: int, state: Any) -> None:
             args = {"items": ocp.args.PyTreeSave(state), "iter": BatchesArgs(batches)}
-            assert manager.save(3, args=ocp.args.Composite(**args))
-            manager.wait_until_finished()
-            batches.at = 0
-            args = {"items": ocp.args.PyTreeRestore(on(abstract, over)), "iter": BatchesArgs(batches)}
-            found = manager.restore(None, args=ocp.args.Composite(**args))["items"]
-            pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True)
-            same = all(one.sharding == other.sharding and equal(one, other) for one, other in pairs)
-            half = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16, sharding=state.params["w"].sharding)
-            number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(over, PartitionSpec()))
-            part = {"params": {"w": half}, "step": number}
-            wanted = ocp.args.PyTreeRestore(part, partial_restore=True)
-            found = manager.restore(3, args=ocp.args.Composite(items=wanted))["items"]
-            cast = equal(state.params["w"].astype(jnp.bfloat16), found["params"]["w"])
-            me.tell([same, cast, int(found["step"]), batches.at])
+            manager.save(step, args=ocp.args.Composite(**args))
+            if step == kill_at - 1:
+                manager.wait_until_finished()
+
+        state = train(state, batches, save, kill_at)
+    leaves = [jax.random.key_data(leaf) if leaf is state.rng else leaf for leaf in jax.tree.leaves(state)]
+    parts = [np.asarray(part.data).tobytes() for leaf in leaves for part in leaf.addressable_shards]
+    return begun, hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def save_and_restore(me: Any) -> None:
+    """Save arrays of all processes, and an item that each has of its own, and restore them."""
+    over, abstract = mesh(), jax.eval_shape(new_state)
+    state = jax.jit(new_state, out_shardings=shardings(abstract, over))()
+    batches = Batches()
+    with CheckpointManager(me.arguments["folder"]) as manager:
+        batches.at = 10 + me.rank
+        args = {"items": ocp.args.PyTreeSave(state), "iter": BatchesArgs(batches)}
+        assert manager.save(3, args=ocp.args.Composite(**args))
+        manager.wait_until_finished()
+        batches.at = 0
+        args = {"items": ocp.args.PyTreeRestore(on(abstract, over)), "iter": BatchesArgs(batches)}
+        found = manager.restore(None, args=ocp.args.Composite(**args))["items"]
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True)
+        same = all(one.sharding == other.sharding and equal(one, other) for one, other in pairs)
+        half = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16, sharding=state.params["w"].sharding)
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(over, PartitionSpec()))
+        part = {"params": {"w": half}, "step": number}
+        wanted = ocp.args.PyTreeRestore(part, partial_restore=True)
+        found = manager.restore(3, args=ocp.args.Composite(items=wanted))["items"]
+        cast = equal(state.params["w"].astype(jnp.bfloat16), found["params"]["w"])
+        me.tell([same, cast, int(found["step"]), batches.at])
 
 
 def equal(one: Any, other: Any) -> bool:

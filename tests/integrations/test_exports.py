@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from support.frameworks import require
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config.formats import format_named, formats
+from tieredckpt.engine.exporting.held_step import HeldStep
 
 
 def state() -> dict[str, Any]:
@@ -80,3 +83,41 @@ def test_each_format_is_read_by_its_library(name: str, tmp_path: Path, shared_me
 
 def test_every_format_that_is_exported_has_a_reader_here() -> None:
     assert {name for name in formats() if format_named(name).writes} == set(READERS)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning", "ignore::UserWarning")
+def test_an_export_of_dcp_holds_one_array_at_a_time_beside_those_of_a_tuple(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP writes a tuple before everything else, whatever lies before it in the tree."""
+    require("torch")
+    alive, most = Counter[str](), 0
+    read = HeldStep.read
+
+    def counted(self: HeldStep, arrays: Any = None) -> Any:
+        nonlocal most
+        for info, array in read(self, arrays):
+            alive[info.key] += 1
+            weakref.finalize(array, alive.__delitem__, info.key)
+            most = max(most, len(alive))
+            yield info, array
+
+    monkeypatch.setattr(HeldStep, "read", counted)
+    source = {
+        "tiers": {
+            "ram": {"kind": "ram", "path": str(shared_memory / "ram"), "capacity": "16 MiB"},
+            "disk": {"kind": "posix", "path": str(tmp_path / "disk"), "fsync": False},
+        },
+        "exports": {"out": {"format": "dcp", "to": str(tmp_path / "out")}},
+    }
+    params = {f"w{at}": np.full(10_000, at, np.float32) for at in range(9)}
+    with CheckpointStore.open(source).sync() as store:
+        store.save(7, {"params": params, "rest": (np.ones(3), np.zeros(2)), "z": np.ones(5)})
+        store.flush()
+    assert most <= 2  # that which is written, and the next one; and before them, both of the tuple
+    read_back = format_named("dcp").read
+    assert read_back is not None
+    found = read_back(tmp_path / "out" / "step-7")
+    for name, value in params.items():
+        np.testing.assert_array_equal(found["params"][name].numpy(), value)
+    assert [part.tolist() for part in found["rest"]] == [[1, 1, 1], [0, 0]]

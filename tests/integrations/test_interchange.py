@@ -62,7 +62,10 @@ def test_names_are_those_that_a_map_gives(run: Run, store: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "to",
-    ["safetensors:w.npz", "safetensors:w.safetensor", "npz:w.safetensors", "npy:w.npy", "dcp:w.pt", "w.safetensors"],
+    [
+        *("safetensors:w.npz", "safetensors:w.safetensor", "safetensors:w.ckpt", "safetensors:w.sft"),
+        *("npz:w.safetensors", "npz:w.csv", "npy:w.npy", "dcp:w.pt", "dcp:m.json", "orbax:m.gz", "w.safetensors"),
+    ],
 )
 def test_the_name_of_a_file_of_another_format_is_refused(run: Run, store: Path, tmp_path: Path, to: str) -> None:
     save(store, {"w": np.ones(3)})
@@ -70,6 +73,17 @@ def test_the_name_of_a_file_of_another_format_is_refused(run: Run, store: Path, 
     result = run("export", store, "--to", f"{scheme}{separator}{tmp_path / name}")
     assert result.stderr.startswith("Invalid: ")
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["step-1.0", "run.v2", "llama-3.1-8b", "w.ckpt/", "there.out", "one.SafeTensors"])
+def test_the_name_of_a_folder_may_have_a_full_stop(run: Run, store: Path, tmp_path: Path, name: str) -> None:
+    """One that looks like a suffix, where a slash follows or the folder is there."""
+    save(store, {"w": np.ones(3)})
+    (tmp_path / "there.out").mkdir()
+    result = run("export", store, "--to", f"safetensors:{tmp_path}/{name}")
+    assert result.exit_code == 0, result.output
+    to = tmp_path / name
+    assert to.is_file() if name.startswith("one") else (to / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("source", ["lost", "number", "damaged", "leaf"])

@@ -66,3 +66,27 @@ def test_processes_save_and_restore_what_each_has(tmp_path: Path, shared_memory:
     with launch("jax", PROGRAM, ranks=2, folder=tmp_path, arguments=arguments, environment=memory) as job:
         job.succeed()
         assert [job.told(rank) for rank in range(2)] == [[True, True, 0, 10], [True, True, 0, 11]]
+
+
+@pytest.mark.slow
+def test_processes_that_were_killed_together_end_as_those_that_were_not(tmp_path: Path, shared_memory: Path) -> None:
+    """By SIGKILL, right after a save, of jax.distributed with arrays over both."""
+
+    def run(name: str, kill_at: int) -> list[tuple[int, str]]:
+        memory = {SHARED_MEMORY_VARIABLE: str(shared_memory / name), "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
+        arguments = {"folder": str(tmp_path / name), "kill_at": kill_at}
+        job_folder = tmp_path / f"{name}-{kill_at}"
+        job_folder.mkdir()
+        with launch("jax", PROGRAM, ranks=2, folder=job_folder, arguments=arguments, environment=memory) as job:
+            if kill_at:
+                job.wait()
+                assert not any(job.has_told(rank) for rank in range(2))
+                return []
+            job.succeed()
+            return [tuple(job.told(rank)) for rank in range(2)]
+
+    run("killed", 6)
+    gone_on, through = run("killed", 0), run("through", 0)
+    assert [begun for begun, _ in through] == [0, 0]
+    assert all(begun in (4, 6) for begun, _ in gone_on)  # the save of the last one may not have been committed
+    assert [found for _, found in gone_on] == [found for _, found in through]

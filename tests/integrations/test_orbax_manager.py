@@ -22,6 +22,7 @@ from support.scenes import config, folder, ram
 
 from tieredckpt import CheckpointStore, Conflict, Invalid, NotFound, SyncStore, TierUnavailable
 from tieredckpt.interchange import export_step, import_step
+from tieredckpt.policy.base import Retention, parse
 
 jax = require("jax")
 jnp = require("jax.numpy")
@@ -29,6 +30,7 @@ ocp = require("orbax.checkpoint")
 policies = require("orbax.checkpoint.checkpoint_managers")
 optax = require("optax")
 ours = require("tieredckpt.integrations.orbax")
+config_for = require("tieredckpt.integrations.orbax.options").config_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -338,6 +340,15 @@ def test_a_folder_keeps_what_the_options_say(options: dict[str, Any], tmp_path: 
         assert mine.metrics(7) == {"loss": 7.0}
 
 
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run"])
+def test_a_url_keeps_what_the_options_say(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tieredckpt"):
+        found = config_for(url, Options(max_to_keep=3, keep_period=10))
+    assert not caplog.records
+    kept = [{"kind": "last_n", "n": 3}, {"kind": "every_k", "k": 10}]
+    assert found.tiers[-1].retain == parse(Retention, {"kind": "union", "policies": kept})
+
+
 def test_the_best_step_is_none_of_which_a_lossy_copy_alone_is_left(tmp_path: Path, shared_memory: Path) -> None:
     tiers = {
         "ram": ram(shared_memory, on_close="release"),
@@ -408,6 +419,18 @@ def test_a_restore_that_failed_goes_back_to_nothing(store: SyncStore) -> None:
             manager.restore(2, args=ocp.args.StandardRestore({"other": jnp.ones(3)}))
         assert manager.save(5, args=ocp.args.StandardSave({"w": jnp.full(3, 5)}))
         assert manager.all_steps() == [1, 2, 3, 4, 5]
+
+
+def test_a_step_that_was_just_saved_counts_before_this_process_lists_it(
+    store: SyncStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several processes one may list a step later than another; all must decide alike."""
+    manager = CheckpointManager(store, options=Options(save_interval_steps=2))
+    monkeypatch.setattr(SyncStore, "steps", lambda _: [])
+    assert manager.save(2, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+    assert not manager.should_save(2)
+    assert not manager.should_save(3)
+    assert manager.should_save(4)
 
 
 def test_a_tier_that_fails_stops_no_training(store: SyncStore, faults: FaultyTiers) -> None:

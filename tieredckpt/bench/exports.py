@@ -1,4 +1,4 @@
-"""What an export behind the training takes: the whole state, as safetensors, beside a direct write of as many bytes.
+"""What exports behind the training take: the whole state, as safetensors, beside a direct write of as many bytes.
 
 ``python -m tieredckpt.bench.exports`` reads an `ExportSpec` from stdin as JSON, and writes its figures to a file.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import queue
 import statistics
+import time
+from functools import partial
 from pathlib import Path
 
 from tieredckpt.bench.isolate import IsolatedSpec, measure_what_is_asked
-from tieredckpt.bench.limits import Limits
-from tieredckpt.bench.workloads import change, workload_named
+from tieredckpt.bench.limits import Limits, seconds
+from tieredckpt.bench.workloads import State, change, workload_named
 from tieredckpt.config import ExportConfig, PosixTier, RamTier, StoreConfig
 from tieredckpt.events import Event, ExportFailed, SaveSkipped, StepExported
 from tieredckpt.policy.base import Promotion, Retention, parse
@@ -22,6 +24,8 @@ __all__ = ["ExportSpec", "measure_exports"]
 
 # What a turn waits for: a step that RAM has no room for is never exported.
 _ENDS = SaveSkipped | StepExported | ExportFailed
+_GLANCE = 0.001
+"""Seconds between two looks whether an export has begun."""
 
 
 class ExportSpec(IsolatedSpec, frozen=True, kw_only=True):
@@ -33,37 +37,79 @@ class ExportSpec(IsolatedSpec, frozen=True, kw_only=True):
 
 
 def measure_exports(spec: ExportSpec) -> dict[str, float]:
-    """Seconds of an export and of a direct write of as many bytes, in turns, and the former over the latter."""
+    """Exports as they are and with floats cast to bfloat16, beside direct writes; and what they add to a stall."""
     state = workload_named(spec.workload).build(spec.nbytes)
+    limits = Limits(state, Path(spec.folder), spec.threads)
+    try:
+        export, write = _beside_writes(spec, state, limits, None)
+        cast, cast_write = _beside_writes(spec, state, limits, "bf16")
+    finally:
+        limits.close()
+    alone, beside = _stalls(spec, state, limits.into)
+    return {
+        "export_s": export,
+        "export_over_direct_write": export / write,
+        "export_cast_s": cast,
+        "export_cast_over_direct_write": cast / cast_write,
+        "export_stall_ratio": beside / alone,
+    }
+
+
+def _beside_writes(spec: ExportSpec, state: State, limits: Limits, cast: str | None) -> tuple[float, float]:
+    """Seconds of an export, and of a direct write of as many bytes, in turns."""
     ended: queue.Queue[Event] = queue.Queue()
     exports: list[float] = []
     writes: list[float] = []
-    limits = Limits(state, Path(spec.folder), spec.threads)
-    try:
-        with CheckpointStore.open(_config(spec)).sync() as store:
-            store.subscribe(lambda event: ended.put(event) if isinstance(event, _ENDS) else None)
-            for step in range(spec.repeats + 1):
-                change(state, list(state))
-                store.save(step, state)
-                event = ended.get()
-                if not isinstance(event, StepExported):
-                    raise RuntimeError(f"step {step} was not exported: {event}")
-                written = limits.write() * event.nbytes / limits.nbytes
-                if step:  # the first one waits for memory that is new
-                    exports.append(event.seconds)
-                    writes.append(written)
-    finally:
-        limits.close()
-    export, write = statistics.median(exports), statistics.median(writes)
-    return {"export_s": export, "export_over_direct_write": export / write}
+    with CheckpointStore.open(_config(spec, f"exports-{cast}", cast)).sync() as store:
+        store.subscribe(lambda event: ended.put(event) if isinstance(event, _ENDS) else None)
+        for step in range(spec.repeats + 1):
+            change(state, list(state))
+            store.save(step, state)
+            event = _exported(step, ended)
+            written = limits.write() * event.nbytes / limits.nbytes
+            if step:  # the first one waits for memory that is new
+                exports.append(event.seconds)
+                writes.append(written)
+    return statistics.median(exports), statistics.median(writes)
 
 
-def _config(spec: ExportSpec) -> StoreConfig:
+def _stalls(spec: ExportSpec, state: State, other: State) -> tuple[float, float]:
+    """Seconds until `save` returns while nothing is exported, and while the step before is, in turns."""
+    ended: queue.Queue[Event] = queue.Queue()
+    alone: list[float] = []
+    beside: list[float] = []
+    with CheckpointStore.open(_config(spec, "stalls")).sync() as store:
+        store.subscribe(lambda event: ended.put(event) if isinstance(event, _ENDS) else None)
+        for step in range(0, 2 * spec.repeats + 2, 2):
+            change(state, list(state))
+            change(other, list(other))
+            first = seconds(partial(store.save, step, state))
+            while ended.empty() and store.export_infos()[0].exporting is None:
+                time.sleep(_GLANCE)
+            second = seconds(partial(store.save, step + 1, other))
+            for each in (step, step + 1):
+                _exported(each, ended)
+            if step:
+                alone.append(first)
+                beside.append(second)
+    return statistics.median(alone), statistics.median(beside)
+
+
+def _exported(step: int, ended: queue.Queue[Event]) -> StepExported:
+    event = ended.get()
+    if not isinstance(event, StepExported):
+        raise RuntimeError(f"step {step} was not exported: {event}")
+    return event
+
+
+def _config(spec: ExportSpec, name: str, cast: str | None = None) -> StoreConfig:
+    """Of a store of its own: one of the same place would go on with the exports of the one before."""
     slab = spec.nbytes * 9 // 4 + (64 << 20)  # the step that is exported, and the next one
-    ram = RamTier(name="ram", path=Path(spec.shared, "exports"), capacity=slab, on_close="release")
-    disk = PosixTier(name="disk", path=Path(spec.folder, "exports"), promote=parse(Promotion, "never"))
+    ram = RamTier(name="ram", path=Path(spec.shared, name), capacity=slab, on_close="release")
+    disk = PosixTier(name="disk", path=Path(spec.folder, name), promote=parse(Promotion, "never"))
     keep = parse(Retention, {"kind": "last_n", "n": 1})
-    export = ExportConfig(name="bench", format="safetensors", to=str(Path(spec.folder, "exported")), keep=keep)
+    to = str(Path(spec.folder, f"{name}-out"))
+    export = ExportConfig(name="bench", format="safetensors", to=to, keep=keep, cast=cast)
     return StoreConfig(tiers=(ram, disk), exports=(export,))
 
 

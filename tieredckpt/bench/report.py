@@ -35,6 +35,8 @@ AIMS = (
     Aim("stall_reference_s", "stall of a save of JAX arrays by reference", 0.010, "s"),
     Aim("durable_over_direct_write", "time until durable, over a direct sequential write", 1.1),
     Aim("export_over_direct_write", "an export behind the training, over a direct sequential write", 1 / 0.9),
+    Aim("export_cast_over_direct_write", "the same with cast = bf16, over a write of what comes out", 1 / 0.9),
+    Aim("export_stall_ratio", "stall of a save while the step before is exported, over one alone", 1.1),
     Aim("incremental_bytes_ratio", "bytes written after a tenth changed, over a full save", 0.11),
     Aim("incremental_time_ratio", "time until that is durable, over a full save", 0.2),
     Aim("incremental_stall_ratio", "stall of that save, over a full save", 0.6),

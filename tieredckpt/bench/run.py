@@ -224,7 +224,7 @@ def _measure_exports(outcome: Outcome) -> None:
             repeats=request.repeats,
             threads=StoreConfig.model_construct().copy_threads,
         )
-        timeout = _PATIENCE + request.nbytes * 3 * (request.repeats + 1) / _SLOWEST
+        timeout = _PATIENCE + request.nbytes * 7 * (request.repeats + 1) / _SLOWEST
         try:
             data = run_isolated(exports.__name__, spec, where.result, timeout=timeout)
         except Failed as error:

@@ -7,9 +7,10 @@ weights only.
 
 from __future__ import annotations
 
+import gc
 import io
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -269,34 +270,60 @@ def _write(step: StepContent, to: Path, **options: Any) -> dict[str, bytes]:
     if left_out:
         raise Invalid(f"array {min(left_out)!r} lies in a container that DCP does not have; export another part")
     written: dict[str, bytes] = {}
-    arrays, ahead = step.read(), dict[str, npt.NDArray[Any]]()
+    infos = {info.key: info for info in step.arrays}
 
-    def fetch(key: str) -> npt.NDArray[Any]:
-        """Array by array as the step has them, which is the order in which DCP asks for them."""
-        while key not in ahead:
-            info, array = next(arrays)
-            ahead[info.key] = array
-        return ahead.pop(key)
+    def read(stand_ins: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The tensors of stand-ins, in their order, with the identity of each stand-in."""
+        arrays = step.read([infos[specs[id(each)].key] for each in stand_ins])
+        for stand_in, (_, array) in zip(stand_ins, arrays, strict=True):
+            yield id(stand_in), tensor(stand_in, array)
 
-    def tensor(stand_in: Any) -> Any:
-        array = fetch(specs[id(stand_in)].key)
+    def tensor(stand_in: Any, array: npt.NDArray[Any]) -> torch.Tensor:
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         return flat.view(stand_in.dtype).reshape(stand_in.shape)
 
     class Planner(DefaultSavePlanner):
+        """DCP asks for values first, then for tensors in the order of its state dict, each when the last is written."""
+
+        coming: deque[Any] | None = None
+        tensors: Iterator[tuple[int, torch.Tensor]]
+        memory: npt.NDArray[np.uint8]
+
         def resolve_data(self, write_item: WriteItem) -> Any:
             name = write_item.index.fqn
             value = self.state_dict[name]
             if id(value) in specs:
-                found = tensor(value)
+                found = self.tensor_of(value)
                 written[name] = content(found.reshape(-1).view(torch.uint8).numpy())
                 return found
-            # A tuple may have tensors too, which DCP stores in one piece.
-            whole = optree.tree_map(lambda leaf: tensor(leaf) if id(leaf) in specs else leaf, value, none_is_leaf=True)
+            # A tuple may have tensors too, which DCP stores in one piece: no more is read for it than they are.
+            leaves = optree.tree_leaves(value, none_is_leaf=True)
+            tensors = dict(read([leaf for leaf in leaves if id(leaf) in specs]))
+            whole = optree.tree_map(lambda leaf: tensors.get(id(leaf), leaf), value, none_is_leaf=True)
             data = self.transform_object(write_item, whole)
             written[name] = content(np.frombuffer(data.getbuffer(), np.uint8))
+            if tensors:
+                whole = tensors = None
+                gc.collect(1)  # see `tensor_of`
             return data
+
+        def tensor_of(self, stand_in: Any) -> torch.Tensor:
+            """A tensor, in memory that all of them have in turn.
+
+            What `torch.save` wrote stays in cycles of its pickler until Python happens to look for garbage.
+            """
+            if self.coming is None:
+                self.coming = deque(each for each in self.state_dict.values() if id(each) in specs)
+                self.memory = np.empty(max(each.nbytes for each in self.coming), np.uint8)
+                self.tensors = read(tuple(self.coming))
+            if self.coming and self.coming[0] is stand_in:
+                self.coming.popleft()
+                _, found = next(self.tensors)
+            else:  # a version of DCP with another order
+                ((_, found),) = read([stand_in])
+            shared = torch.from_numpy(self.memory[: found.nbytes]).view(found.dtype).reshape(found.shape)
+            return shared.copy_(found)
 
     try:
         with warnings.catch_warnings():  # that it is one process

@@ -109,7 +109,7 @@ def export_copy(
     with _new(to) as unfinished:
         chosen = _chosen(copy, part, keys, format_.parts, progress)
         if format_.stream is not None:
-            single = bool(format_.suffix) and (to.suffix == format_.suffix or format_.one_file)
+            single = bool(format_.suffix) and (to.suffix.lower() == format_.suffix or format_.one_file)
             written = format_.stream(chosen, FolderFiles(unfinished, single=single), **options)
         else:
             assert format_.write is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -13,14 +14,8 @@ from tieredckpt.interchange.base import Format
 __all__ = ["find", "find_url"]
 
 
-_OF_FILES = {".bin", ".gguf", ".h5", ".hdf5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt", ".pth"} | {
-    ".safetensor",
-    ".safetensors",
-    ".st",
-    ".tar",
-    ".zip",
-}
-"""Suffixes of files that people take for checkpoints."""
+_OF_A_FILE = re.compile(r"\.(?!v[0-9]+$)[a-z][a-z0-9]*", re.ASCII | re.IGNORECASE)
+"""A suffix such as files have: not that of `step-1.0`, `llama-3.1-8b` or `run.v2`."""
 
 
 def find_url(text: str) -> tuple[str, Format, str] | None:
@@ -52,13 +47,17 @@ def find(text: str, use: Literal["read", "write"]) -> tuple[str, Format, Path]:
     if found.read is None if use == "read" else not found.writes:
         raise Invalid(f"{scheme} is not a format to {'import' if use == 'read' else 'export'}")
     if use == "write":
-        _check_suffix(scheme, found, Path(path))
+        _check_suffix(scheme, found, path)
     return scheme, found, Path(path).expanduser()
 
 
-def _check_suffix(scheme: str, format_: Format, path: Path) -> None:
+def _check_suffix(scheme: str, format_: Format, text: str) -> None:
     """Refuse the name of a file that would become a folder, or a file of another format."""
-    suffix = path.suffix.lower()
-    if suffix != format_.suffix and suffix in _OF_FILES:
-        own = f"a name that ends in {format_.suffix}" if format_.suffix else "the name of a folder"
-        raise Invalid(f"{scheme} writes no {suffix} file, which {path} looks like; give {own}, or one without a suffix")
+    path = Path(text).expanduser()
+    any_name = format_.one_file and not format_.suffix
+    if any_name or path.suffix.lower() == format_.suffix or _OF_A_FILE.fullmatch(path.suffix) is None:
+        return
+    if format_.one_file or not (text.endswith("/") or path.is_dir()):
+        own = f"a name that ends in {format_.suffix}" if format_.suffix else "a name without a suffix"
+        folder = "" if format_.one_file else f"; end it with a slash to have a folder of that name: {scheme}:{text}/"
+        raise Invalid(f"{scheme} writes no {path.suffix} file, which {text} looks like; give {own}{folder}")

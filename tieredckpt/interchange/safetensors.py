@@ -24,6 +24,7 @@ from tieredckpt.engine.exporting.content import StepContent
 from tieredckpt.engine.inventory import ArrayInfo
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.interchange.base import Content, Format, content, is_name
+from tieredckpt.interchange.casts import CASTS, blocks, new_memory
 from tieredckpt.interchange.names import Names
 from tieredckpt.tree.leaf import ArraySpec
 
@@ -34,8 +35,6 @@ _LARGEST_HEADER = 100 << 20
 """Bytes; the library refuses larger ones too."""
 _SHARD = 5_000_000_000
 """Bytes of a file at most, unless one tensor is larger; what the hub's tools write too."""
-_BLOCK = 1 << 18
-"""Items that are converted at a time."""
 _DIMENSIONS = 64
 """At most, as NumPy has it."""
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -50,7 +49,6 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_CASTS: dict[str, np.dtype[Any]] = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
 _CAST_FROM = [_DTYPES[name] for name in ("F64", "F32", "F16", "BF16")]
 
 
@@ -175,11 +173,11 @@ def _stream(
     rename: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
     """One file, or a folder as transformers has it; the last file of a folder of several is the index."""
-    if cast is not None and cast not in _CASTS:
-        raise Invalid(f"cast={cast!r}: should be one of {', '.join(_CASTS)}")
+    if cast is not None and cast not in CASTS:
+        raise Invalid(f"cast={cast!r}: should be one of {', '.join(CASTS)}")
     if files.single and shard_size is not None:
         raise Invalid("shard_size: the export is one file; give the path of a folder, or leave the size out")
-    tensors = _named(step, None if cast is None else _CASTS[cast], Names(rename or {}))
+    tensors = _named(step, None if cast is None else CASTS[cast], Names(rename or {}))
     shards = [tensors] if files.single else _shards(tensors, _SHARD if shard_size is None else shard_size)
     if len(shards) == 1:
         return _write_file(step, files, "model.safetensors", tensors)
@@ -249,34 +247,13 @@ def _write_file(step: StepContent, files: Files, name: str, tensors: Sequence[_T
         raise Invalid(f"{len(tensors)} tensors do not fit one file of safetensors; give a smaller shard size")
     written = {tensor.info.key: Content() for tensor in tensors}
     dtypes = {tensor.info.key: tensor.dtype for tensor in tensors}
+    memory = new_memory()
     with files.open(name) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for info, piece in step.pieces([tensor.info for tensor in tensors]):
-            for part in _blocks(piece):
-                file.write(written[info.key].add(_cast(info.key, part, dtypes[info.key])))
+            for part in blocks(info.key, piece, dtypes[info.key], memory):
+                file.write(written[info.key].add(part))
     return {tensor.name: written[tensor.info.key].value() for tensor in tensors}
-
-
-def _blocks(piece: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Parts of a piece, small enough to stay in the processor's cache, and to convert between two turns of the GIL."""
-    for start in range(0, piece.size, _BLOCK):
-        yield piece[start : start + _BLOCK]
-
-
-def _cast(key: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    with np.errstate(over="ignore"):
-        stored = np.ascontiguousarray(array.astype(dtype, copy=False))
-    suspect = stored.dtype != array.dtype and _has_exponent_of_infinity(stored)
-    if suspect and not np.isfinite(stored[np.isfinite(array)]).all():
-        other = "cast to bf16, or not at all" if dtype == _CASTS["fp16"] else "export it without a cast"
-        raise Invalid(f"array {key!r} has values beyond the largest of {dtype}; {other}")
-    return stored if sys.byteorder == "little" else stored.byteswap()
-
-
-def _has_exponent_of_infinity(array: npt.NDArray[Any]) -> bool:
-    """Whether a value of 16 bits is infinite or NaN; sooner than `numpy.isfinite` tells."""
-    exponent = np.uint16(0x7C00 if array.dtype == _CASTS["fp16"] else 0x7F80)
-    return array.size > 0 and bool(np.bitwise_and(array.view(np.uint16), exponent).max() == exponent)
 
 
 def _read_back(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -7,8 +7,7 @@ Policies of promotion and retention answer both, for they see an export as one m
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -39,7 +38,8 @@ def next_due(
 ) -> StepId | None:
     """The newest step that is to be exported: on the branch, held, not exported, and wanted.
 
-    A step that ``keep`` would let go at once is not exported. A policy that raises is logged, and asks for nothing.
+    A step that ``keep`` would let go at once is not exported: neither by itself, nor beside all others that are
+    wanted, of which ``keep`` is asked once. A policy that raises is logged, and asks for nothing.
 
     Args:
         state: of the engine.
@@ -58,29 +58,42 @@ def next_due(
     newest: dict[int, int] = {}
     for step in waiting:
         newest[step.step] = max(step.serial, newest.get(step.step, 0))
-    for step in reversed(waiting):
-        if step.serial == newest[step.step] and _is_due(export, step, tier, view):
-            return step
+    serials = {step.serial: step for step in waiting if step.serial == newest[step.step]}
+    places = [place for place, seen in enumerate(view.steps) if seen.serial in serials]
+    wanted = [place for place in places if _asks(export, view.steps[place], tier, view)]
+    for place in reversed(_staying(export, wanted, tier, view)):
+        if _staying(export, [place], tier, view):
+            return serials[view.steps[place].serial]
     return None
 
 
-def _is_due(export: ExportConfig, step: StepId, tier: TierView, view: StoreView) -> bool:
-    place = bisect_left(view.steps, step.serial, key=lambda seen: seen.serial)
-    if place == len(view.steps) or view.steps[place].serial != step.serial:
-        return False
-    mine = view.steps[place]
+def _asks(export: ExportConfig, step: StepView, tier: TierView, view: StoreView) -> bool:
+    """Whether ``when`` asks for a step."""
     try:
         with Callback(f"export {export.name!r}: the policy `when`", export.when):
-            if not export.when.promotes(mine, tier, view):
-                return False
-        with_it = replace(mine, tiers=(*mine.tiers, tier.name))
-        steps = (*view.steps[:place], with_it, *view.steps[place + 1 :])
-        return step.serial in _kept(export, tier, replace(view, steps=steps))
+            return bool(export.when.promotes(step, tier, view))
     except BaseException as error:
         if not is_failure(error):
             raise
-        _log.exception("a policy of the export %r failed on %s, which is not exported", export.name, step)
+        _log.exception("the policy `when` of the export %r failed on step %d", export.name, step.step)
         return False
+
+
+def _staying(export: ExportConfig, places: Sequence[int], tier: TierView, view: StoreView) -> list[int]:
+    """Those of the places in ``view.steps`` that ``keep`` would keep if all of them were exported."""
+    if not places:
+        return []
+    steps = list(view.steps)
+    for place in places:
+        steps[place] = replace(steps[place], tiers=(*steps[place].tiers, tier.name))
+    try:
+        kept = _kept(export, tier, replace(view, steps=tuple(steps)))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        _log.exception("the policy `keep` of the export %r failed; nothing is exported", export.name)
+        return []
+    return [place for place in places if steps[place].serial in kept]
 
 
 def leaving(state: State, export: ExportConfig, there: Mapping[int, Record]) -> list[Record]:

@@ -358,9 +358,13 @@ def _info(export: _Export) -> ExportInfo:
 def _place_of(state: State, export: ExportConfig) -> Place:
     if export.folder is None:
         return Objects(export.place())
-    marker = state.identity.marker
-    owner = "" if marker is None else marker.store[:8]
-    return Folder(export.folder, f"{owner}-{export.name}")
+
+    def owner() -> str:
+        marker = state.identity.marker
+        assert marker is not None  # which `Exporter._look` waits for
+        return f"{marker.store[:8]}-{export.name}"
+
+    return Folder(export.folder, owner)
 
 
 def _again(export: _Export, error: Exception) -> TieredCkptError:

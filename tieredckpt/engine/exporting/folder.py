@@ -99,14 +99,18 @@ class Folder:
 
     Args:
         path: of the folder; made when it is needed.
-        owner: tells apart what several stores leave unfinished in one folder.
+        owner: gives what tells apart what several stores leave unfinished in one folder. It is asked when it is
+            needed, for a new store has no identity before its first save.
     """
 
-    def __init__(self, path: Path, owner: str) -> None:
-        self._path = path
-        self._prefix = f"{_PREFIX}{owner}-"
+    def __init__(self, path: Path, owner: Callable[[], str]) -> None:
+        self._path, self._owner = path, owner
         self._turn = threading.Lock()
         """Held by the thread that works here: none deletes what another one renames, which was left behind."""
+
+    @property
+    def _prefix(self) -> str:
+        return f"{_PREFIX}{self._owner()}-"
 
     async def run(
         self, what: str, function: Callable[..., T], *arguments: object, within: float = _ANSWERS_WITHIN
@@ -133,8 +137,9 @@ class Folder:
             entries = list(self._path.iterdir())
         except FileNotFoundError:
             return found
+        unfinished = self._prefix
         for entry in entries:
-            if entry.name.startswith(self._prefix):
+            if entry.name.startswith(unfinished):
                 shutil.rmtree(entry, ignore_errors=True)
             elif (step := places.number_of(entry.name)) is not None:
                 record = _record_in(entry)

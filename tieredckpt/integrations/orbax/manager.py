@@ -48,7 +48,7 @@ class CheckpointManager:
     """Saves and restores steps of one or several items, as ``orbax.checkpoint.CheckpointManager`` does.
 
     Args:
-        directory: a folder, which gets RAM before it and keeps what ``options`` say; or what else
+        directory: a folder or URL, which gets RAM before it and keeps what ``options`` say; or what else
             `CheckpointStore.open` takes, such as ``"ckpt.toml"``, or a store that is open, which say it themselves.
         checkpointers: None, or Orbax's by name, of which only the handlers are used.
         options: ``docs/guides/orbax.md`` has the table of what each does here.
@@ -90,6 +90,8 @@ class CheckpointManager:
         self._resumed: int | None = None
         """The step that was restored last, until one is saved."""
         self._steps: list[Known] = []
+        self._saved: Known | None = None
+        """The step that this manager saved last. All processes know it at once, and list it one after the other."""
         self.reload()
 
     # -- what there is ------------------------------------------------------------------------------------
@@ -168,6 +170,8 @@ class CheckpointManager:
         if self._options.read_only:
             return False
         before = [known for known in self._steps if self._resumed is None or known.step <= self._resumed]
+        if self._saved is not None and (not before or before[-1].step < self._saved.step):
+            before.append(self._saved)
         if before and before[-1].step >= step:
             return False
         context = DecisionContext(
@@ -223,7 +227,7 @@ class CheckpointManager:
             return False
         if self._tier is not None:
             self._pending.append(Pending(self.store, saved, self._tier))
-        self._resumed = None
+        self._resumed, self._saved = None, Known(step, dt.datetime.now(tz=dt.UTC), None)
         self.reload()
         if not self._options.enable_async_checkpointing:
             self.wait_until_finished()
@@ -328,7 +332,7 @@ class CheckpointManager:
         }
         if not self._options.read_only:  # only now: after a restore that failed, the training goes on as it was
             self._specs(number, resume=True)
-        self._resumed = number
+        self._resumed, self._saved = number, None
         several = isinstance(args, orbax_args.Composite) or (args is None and kinds not in (None, {DEFAULT: "tree"}))
         return orbax_args.Composite(**found) if several else found[DEFAULT]
 

@@ -15,9 +15,10 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from tieredckpt import Invalid, NotFound
 from tieredckpt.config import load
+from tieredckpt.config.tiers import url_scheme
 from tieredckpt.policy.base import Retention, parse
 
-__all__ = ["BEST", "Known", "best_fn", "config_for", "due_policy", "is_folder"]
+__all__ = ["BEST", "Known", "best_fn", "config_for", "due_policy", "is_place"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -34,30 +35,28 @@ class Known:
     metrics: Mapping[str, Any] | None
 
 
-def is_folder(directory: Any) -> bool:
-    """Whether the manager's directory is a plain folder, of which its options make the configuration."""
-    if not isinstance(directory, str | os.PathLike):
-        return False
-    text = os.fspath(directory)
-    return not text.endswith(".toml") and "://" not in text
+def is_place(directory: Any) -> bool:
+    """Whether the manager's directory is a plain folder or URL, of which its options make the configuration."""
+    return isinstance(directory, str | os.PathLike) and not os.fspath(directory).endswith(".toml")
 
 
 def config_for(directory: Any, options: CheckpointManagerOptions) -> Any:
-    """What `CheckpointStore.open` takes: the options decide what a plain folder keeps, and nothing elsewhere."""
+    """What `CheckpointStore.open` takes: the options decide what a plain folder or URL keeps, and nothing elsewhere."""
     retain = _retention(options)
-    if not is_folder(directory):
+    if not is_place(directory):
         if retain != {"kind": "all"}:
             _log.warning(
-                "max_to_keep, keep_period, best_fn and preservation_policy say what a plain folder keeps; a "
+                "max_to_keep, keep_period, best_fn and preservation_policy say what a plain folder or URL keeps; a "
                 "configuration says that itself, with retain: what they say is not done"
             )
         return directory
-    if not options.create and not Path(directory).is_dir():
+    text = os.fspath(directory)
+    if not options.create and url_scheme(text) is None and not Path(directory).is_dir():
         raise NotFound(f"{directory} is not there, and create=False says not to make it")
-    config = load(os.fspath(directory))
-    *nearer, disk = config.tiers
-    disk = disk.model_copy(update={"retain": parse(Retention, retain)})
-    return config.model_copy(update={"tiers": (*nearer, disk)})
+    config = load(text)
+    *nearer, durable = config.tiers
+    durable = durable.model_copy(update={"retain": parse(Retention, retain)})
+    return config.model_copy(update={"tiers": (*nearer, durable)})
 
 
 def _retention(options: CheckpointManagerOptions) -> dict[str, Any]:

@@ -8,12 +8,14 @@ import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tieredckpt import TierUnavailable
-from tieredckpt.engine.exporting import folder
+from tieredckpt.config import ExportConfig
+from tieredckpt.engine.exporting import exporter, folder
 from tieredckpt.engine.exporting.folder import Folder
 from tieredckpt.engine.exporting.places import RECORD, Record
 
@@ -72,7 +74,7 @@ async def test_an_export_that_is_given_up_at_its_rename_is_whole_or_not_there(
 
     monkeypatch.setattr(Path, "rename", renaming)
     monkeypatch.setattr(folder.shutil, "rmtree", slowly)
-    exporting = asyncio.create_task(export(Folder(tmp_path, "x"), 1))
+    exporting = asyncio.create_task(export(Folder(tmp_path, lambda: "x"), 1))
     assert await asyncio.to_thread(rename.begun.wait, SOON)
     exporting.cancel()
     await asyncio.to_thread(deleting.wait, 0.3)  # in which it would have begun to delete
@@ -89,7 +91,7 @@ async def test_an_export_that_is_given_up_at_its_rename_is_whole_or_not_there(
 async def test_an_export_whose_successor_cannot_be_renamed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Folder(tmp_path, "x")
+    place = Folder(tmp_path, lambda: "x")
     await export(place, 1)
     rename = Path.rename
 
@@ -112,7 +114,7 @@ async def test_a_look_that_was_left_behind_deletes_nothing_of_what_began_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had waited for another thread, which hung in the device."""
-    place, looked = Folder(tmp_path, "x"), list[Folder]()
+    place, looked = Folder(tmp_path, lambda: "x"), list[Folder]()
     hanging = Held(os.path.lexists)
     monkeypatch.setattr(folder.os.path, "lexists", hanging)
 
@@ -139,3 +141,20 @@ async def test_a_look_that_was_left_behind_deletes_nothing_of_what_began_since(
         if "a list of exports" in thread.name:
             thread.join(SOON)
     assert not looked
+
+
+async def test_what_a_store_leaves_unfinished_bears_its_identity_also_if_that_was_unknown_at_first(
+    tmp_path: Path,
+) -> None:
+    """Else nobody would clean it up, or another store in this folder that begins in the same way would delete it."""
+    identity = SimpleNamespace(marker=None)
+    settings = ExportConfig(name="hf", format="safetensors", to=str(tmp_path))
+    place = exporter._place_of(cast(Any, SimpleNamespace(identity=identity)), settings)
+    identity.marker = SimpleNamespace(store="1" * 32)
+    async with place.writing(record(), None, ()):
+        (unfinished,) = os.listdir(tmp_path)
+    assert unfinished.startswith(".tieredckpt-11111111-hf-")
+    for name in (unfinished, ".tieredckpt-22222222-hf-0", ".tieredckpt--hf-0"):
+        (tmp_path / name).mkdir()
+    assert await place.exported() == {}
+    assert sorted(os.listdir(tmp_path)) == [".tieredckpt--hf-0", ".tieredckpt-22222222-hf-0"]
