@@ -234,7 +234,7 @@ async def _rounded_index(state: State, exact: StepSource, tier: Tier, plan: _Pla
             rounded[key] = Rounded(
                 rule=plan.chosen[key],
                 worst=max((new.worst for new in became if new is not None), default=0.0),
-                exact_chunks=sum(new is None or new.exact for new in became),
+                exact_chunks=sum(new is not None and new.exact for new in became),
             )
     return StepIndex(_record(exact.index, plan, rounded), arrays)
 
