@@ -114,7 +114,9 @@ async def test_the_time_until_a_step_is_durable_is_measured_through_the_promotio
     assert found["small"]["written"] < (0.6 if more else 0.95) * found["none"]["written"]
     assert found["small"]["seconds"] < found["none"]["seconds"]
     assert not list((tmp_path / "device").iterdir())
-    assert "durable" in run(*asked).stdout
+    shown = run(*asked)
+    assert "durable" in shown.stdout
+    assert "configuration:" not in shown.output
 
 
 async def test_a_part_of_each_array_is_promoted_where_less_is_asked_for(
