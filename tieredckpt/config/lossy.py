@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Self
 
@@ -91,11 +90,6 @@ class LossyRule(Settings):
             yield "`max_abs_error`"
         if self.drop:
             yield "`drop`"
-
-    @property
-    def kept_bits(self) -> int | None:
-        """Bits of the mantissa that a relative bound leaves; None without one."""
-        return None if self.max_error is None else -math.frexp(self.max_error)[1]
 
     @property
     def says(self) -> str:
