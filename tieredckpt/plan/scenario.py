@@ -93,7 +93,7 @@ class Scenario:
     tier_repair: float = 1800.0
     """Mean seconds of such an outage."""
     derived: tuple[Rung, ...] = ()
-    """The tiers of lossy copies, from which nothing is restored by itself: they are no part of what is simulated."""
+    """The tiers of lossy copies, from which nothing is restored by itself."""
 
     def __post_init__(self) -> None:
         if self.state <= 0 or self.step_seconds <= 0 or self.nodes < 1 or self.restart < 0:
@@ -103,8 +103,8 @@ class Scenario:
         if any(mean <= 0 for mean in (*self.mtbf.values(), *self.tier_mtbf.values(), self.tier_repair)):
             raise Invalid("a mean time between failures, or of an outage, must be more than 0 s")
         for name in self.tier_mtbf:
-            if name not in {rung.name for rung in self.rungs}:
-                raise Invalid(f"there is no tier {name!r} (tiers: {', '.join(rung.name for rung in self.rungs)})")
+            if name not in (names := [rung.name for rung in (*self.rungs, *self.derived)]):
+                raise Invalid(f"there is no tier {name!r} (tiers: {', '.join(names)})")
 
     @property
     def job_mtbf(self) -> float:
