@@ -13,7 +13,8 @@ import pytest
 import tensorstore as ts
 
 from tieredckpt import CheckpointStore
-from tieredckpt.errors import NotFound
+from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.format import layout
 
 _DATA = Path(__file__).parents[1] / "data"
 
@@ -169,3 +170,39 @@ async def test_derived_steps_of_format_3_are_within_their_bound(tmp_path: Path) 
     async with CheckpointStore.open({"tiers": {"disk": place}}, read_only=True) as store:
         with pytest.raises(NotFound):
             await store.restore(10)
+
+
+def _bytes_of(place: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and "leases" not in path.parts}
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+async def test_a_reader_of_format_1_refuses_a_store_of_format_2_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, read_only: bool
+) -> None:
+    place = Path(shutil.copytree(_DATA / "format-2", tmp_path / "store"))
+    before = _bytes_of(place)
+    monkeypatch.setattr(layout, "FORMAT_VERSIONS", (1,))
+    tiers = {"disk": {"kind": "posix", "path": str(place)}}
+    with pytest.raises(Corrupt, match=r"holds format 2 .* reads formats 1 .*use a newer tieredckpt"):
+        async with CheckpointStore.open({"store": {"name": "frozen"}, "tiers": tiers}, read_only=read_only):
+            pass
+    assert _bytes_of(place) == before
+
+
+async def test_a_reader_of_formats_1_and_2_leaves_derived_steps_and_reads_the_exact_ones_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Path(shutil.copytree(_DATA / "format-3", tmp_path / "store"))
+    before = _bytes_of(place / "derived")
+    monkeypatch.setattr(layout, "FORMAT_VERSIONS", (1, 2))
+    disk = {"kind": "posix", "path": str(place)}
+    small = {**disk, "codec": "small", "lossy": [{"keys": ["params/dense/kernel"], "max_error": "0.4%"}]}
+    async with CheckpointStore.open({"store": {"name": "frozen"}, "tiers": {"disk": disk, "small": small}}) as store:
+        restored = await store.restore()
+        assert restored is not None
+        _assert_same(restored.tree, _tree(2))
+        await store.save(30, _tree(4))
+        with pytest.raises(Corrupt, match=r"holds format 3 .* reads formats 1, 2 .*use a newer tieredckpt"):
+            await store.flush()
+    assert _bytes_of(place / "derived") == before

@@ -153,6 +153,55 @@ assert not any(name.partition(".")[0] == "tieredckpt" for name in sys.modules)
 """
 
 
+async def copied_out(spec: dict[str, Any], place: Path) -> int:
+    """Copy what the index of a step has, key by key, to a folder: plain zarr."""
+    kvstore = await ts.KvStore.open(spec["kvstore"], context=ts.Context())
+    keys = await kvstore.list()
+    for key in keys:
+        path = place / key.decode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((await kvstore.read(key)).value)
+    return len(keys)
+
+
+@pytest.mark.parametrize("codec", ["fast", "small"])
+async def test_zarr_python_opens_what_is_copied_out_of_a_compressed_step(tmp_path: Path, codec: str) -> None:
+    """Every array of a whole step whose dtype zarr-python knows."""
+    zarr = pytest.importorskip("zarr", minversion="3")
+    saved = state(1)
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk", codec=codec)})) as store:
+        await store.save(1, saved)
+        await copied_out(await store.spec(1, "params/kernel", "disk"), tmp_path / "plain")
+    opened = 0
+    for leaf in flatten(saved).arrays:
+        array = host_view(leaf)
+        if array.dtype.kind == "V" or array.dtype.name.startswith(("float8", "int4", "bfloat16")):
+            continue  # of `ml_dtypes`
+        found = zarr.open_array(tmp_path / "plain" / leaf.key, mode="r")[...]
+        native = array.astype(array.dtype.newbyteorder("="))
+        np.testing.assert_array_equal(found, native.view(np.int64) if native.dtype.kind == "M" else native)
+        opened += 1
+    assert opened >= 9
+
+
+@pytest.mark.parametrize("codec", ["none", "fast", "small"])
+async def test_zarr_python_opens_what_is_copied_out_of_a_derived_step(tmp_path: Path, codec: str) -> None:
+    zarr = pytest.importorskip("zarr", minversion="3")
+    rng = np.random.default_rng(0)
+    saved = {name: rng.standard_normal((37, 1300)).astype(name) for name in ("float16", "float32", "float64")}
+    lossy = [{"keys": ["**"], "max_error": "0.4%"}]
+    tiers = {"disk": folder(tmp_path / "disk"), "archive": folder(tmp_path / "archive", codec=codec, lossy=lossy)}
+    async with CheckpointStore.open(config(tiers)) as store:
+        await store.save(1, saved)
+        await store.flush()
+        await copied_out(await store.spec(1, "float32", "archive"), tmp_path / "plain")
+    for name, array in saved.items():
+        found = zarr.open_array(tmp_path / "plain" / name, mode="r")[:]
+        assert found.dtype == array.dtype
+        assert not np.array_equal(found, array)
+        np.testing.assert_allclose(found, array, rtol=0.004, atol=0)
+
+
 def test_another_program_without_this_library_opens_them_when_the_store_is_closed(three_tiers: StoreConfig) -> None:
     tree = state(1)
     expected = {leaf.key: host_view(leaf) for leaf in flatten(tree).arrays if leaf.dtype.isnative}

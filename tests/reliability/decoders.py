@@ -29,10 +29,12 @@ from reliability.forging import (
     BTREE,
     STORE,
     as_json,
+    derived_step,
     marker_json,
     record_json,
     sample_step,
     tampered_bytes,
+    tampered_derivations,
     tampered_json,
     tampered_records,
     tampered_steps,
@@ -51,12 +53,14 @@ from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.catalog import Catalog, CatalogStep, decode_catalog, encode_catalog
 from tieredckpt.format.crc import crc32c
+from tieredckpt.format.derivation import Derivation
 from tieredckpt.format.digest import digest
 from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import StepIndex, StepRecord, decode_marker, decode_step, encode_step, find_record
 from tieredckpt.format.merging import merge
 from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
+from tieredckpt.format.rounding import round_values
 from tieredckpt.format.structure import (
     CONTAINERS,
     ArrayNode,
@@ -111,6 +115,7 @@ def fuzz(decoder: Decoder, inputs: int, *, seed: int = 0) -> int:
 
 _FILES, _RECORD, _ARRAYS = sample_step()
 _FILES_2 = sample_step(CODECS["small"])[0]
+_DERIVED = derived_step()
 _PART = encode_part(
     Part(
         msgspec.structs.replace(_RECORD, rank=0),
@@ -155,7 +160,20 @@ def _use_record(record: StepRecord) -> None:
     str(record.id)
     layout.step_folder(record.step, record.serial)
     _use_structure(record.structure)
+    if record.derived is not msgspec.UNSET:
+        _use_derivation(record.derived)
     msgspec.json.encode(record)
+
+
+def _use_derivation(how: Derivation) -> None:
+    """Derive a chunk of every array again, as where it is damaged; a rule that gives no bound should not be there."""
+    for rounded in how.arrays.values():
+        rule = how.rules[rounded.rule]
+        assert rule.rounds
+        assert rule.bound is not None
+        for dtype in map(np.dtype, ("<f2", "<f4", "<f8")):
+            worst = round_values(_CHUNK.copy(), dtype, rule.bound)
+            assert worst is None or worst <= rule.bound.most
 
 
 def _use_structure(structure: Node) -> None:
@@ -322,6 +340,7 @@ DECODERS: tuple[Decoder, ...] = (
     Decoder("a step whose checksums fit", _decode_both, _FILES, tampered_steps()),
     Decoder("a step of compressed chunks", _decode_both, _FILES_2, tampered_steps(BLOSC)),
     Decoder("a step's record", _decode_both, _FILES, tampered_records()),
+    Decoder("how a step was derived", _decode_both, _DERIVED, tampered_derivations()),
     Decoder(
         "a step's files",
         _decode_both,

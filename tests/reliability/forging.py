@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format import layout, ocdbt
+from tieredckpt.format.derivation import Derivation, Rounded, Rule
 from tieredckpt.format.digest import digest
 from tieredckpt.format.encoding import CRC32C, Encoding
 from tieredckpt.format.grid import plan
@@ -44,6 +45,7 @@ __all__ = [
     "PACK",
     "STORE",
     "as_json",
+    "derived_step",
     "entries_of",
     "forged_record",
     "marker_json",
@@ -52,6 +54,7 @@ __all__ = [
     "sample_arrays",
     "sample_step",
     "tampered_bytes",
+    "tampered_derivations",
     "tampered_json",
     "tampered_records",
     "tampered_steps",
@@ -271,6 +274,36 @@ def tampered_records() -> st.SearchStrategy[ocdbt.Index | None]:
     inline = entries[name]
     assert isinstance(inline, bytes)
     return tampered_json(json.loads(inline)).map(lambda record: resealed({**entries, name: as_json(record)}))
+
+
+def derived_step() -> ocdbt.Index:
+    """The sample step as a tier with lossy rules has it."""
+    _, record, arrays = sample_step()
+    rules = (
+        Rule(keys=("params/**",), max_error=0.004),
+        Rule(keys=("small",), max_abs_error=0.5),
+        Rule(keys=("opt",), drop=True),
+    )
+    rounded = {"params/w": Rounded(rule=0, worst=0.003), "small": Rounded(rule=1, worst=0.25, exact_chunks=1)}
+    how = Derivation(chunks="ab" * 16, rules=rules, arrays=rounded, dropped=("opt/mu",))
+    record = msgspec.structs.replace(record, derived=how)
+    return encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C)
+
+
+def tampered_derivations() -> st.SearchStrategy[ocdbt.Index | None]:
+    """A derived step, of whose record only what says how it was made was tampered with; checksums fit."""
+    entries, name = entries_of(derived_step()), layout.STEP_RECORD.encode()
+    inline = entries[name]
+    assert isinstance(inline, bytes)
+    record = json.loads(inline)
+    how = record["derived"]
+    within = tampered_json(how["arrays"]).map(lambda arrays: {**how, "arrays": arrays})
+    other_rules = st.integers(-1, 4).map(
+        lambda rule: {**how, "arrays": {**how["arrays"], "small": {**how["arrays"]["small"], "rule": rule}}}
+    )
+    return (tampered_json(how) | within | other_rules).map(
+        lambda told: resealed({**entries, name: as_json({**record, "derived": told})})
+    )
 
 
 def _tampered_value(value: bytes) -> st.SearchStrategy[bytes]:

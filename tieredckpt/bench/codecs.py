@@ -17,7 +17,7 @@ from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.rounding import Bound, can_round, round_values
 
-__all__ = ["CodecRow", "measure_codecs"]
+__all__ = ["CodecRow", "larger", "measure_codecs", "rounded"]
 
 _REPEATS = 3
 
@@ -35,6 +35,8 @@ class CodecRow:
     """CPU time."""
     decode_seconds: float = 0.0
     """CPU time, with the check of the digest."""
+    worst: float | None = None
+    """The largest error of a value that was rounded, relative or absolute as the bound is; None if none was."""
 
 
 def measure_codecs(
@@ -57,20 +59,30 @@ def measure_codecs(
                 number += 1
                 if number % every:
                     continue
-                chunk = np.array(flat[start : start + part])
+                chunk, worst = np.array(flat[start : start + part]), None
                 if bound is not None and array.ndim > 1 and can_round(array.dtype):
-                    chunk = _rounded(chunk, array.dtype, bound)
+                    chunk, worst = rounded(chunk, array.dtype, bound)
                 for codec, encoding in CODECS.items():
                     row = rows.setdefault(
                         (group := f"{key.partition('/')[0]} {array.dtype}", codec), CodecRow(group, codec)
                     )
+                    row.worst = larger(row.worst, worst)
                     thread.submit(_measure, row, encoding, chunk, array.itemsize, room, into).result()
     return [*rows.values(), *(_sum(codec, rows.values()) for codec in CODECS)]
 
 
-def _rounded(chunk: npt.NDArray[np.uint8], dtype: np.dtype[Any], bound: Bound) -> npt.NDArray[np.uint8]:
-    rounded = chunk.copy()
-    return chunk if round_values(rounded, dtype, bound) is None else rounded
+def rounded(
+    chunk: npt.NDArray[np.uint8], dtype: np.dtype[Any], bound: Bound
+) -> tuple[npt.NDArray[np.uint8], float | None]:
+    """A chunk as a lossy rule has it, and its largest error; as it was, and None, if it is outside of the bound."""
+    found = chunk.copy()
+    worst = round_values(found, dtype, bound)
+    return (chunk, None) if worst is None else (found, worst)
+
+
+def larger(one: float | None, other: float | None) -> float | None:
+    """The larger of two errors, of which either may not be there."""
+    return max((each for each in (one, other) if each is not None), default=None)
 
 
 def _measure(
@@ -108,4 +120,5 @@ def _sum(codec: str, rows: Iterable[CodecRow]) -> CodecRow:
             total.stored += row.stored
             total.encode_seconds += row.encode_seconds
             total.decode_seconds += row.decode_seconds
+            total.worst = larger(total.worst, row.worst)
     return total

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -15,13 +15,26 @@ from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import waiting
 from tieredckpt.config import StoreConfig, TierConfig, load
 from tieredckpt.config.kinds import exists, kind_of
-from tieredckpt.engine.inventory import StepInfo
+from tieredckpt.engine.inventory import ArrayInfo, StepInfo
 from tieredckpt.engine.opening.ram import ram_of
 from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
 
-__all__ = ["Json", "Lossy", "Step", "StorePath", "creating", "is_there", "newest_step", "reading", "writing"]
+__all__ = [
+    "Json",
+    "Lossy",
+    "Step",
+    "StorePath",
+    "creating",
+    "is_there",
+    "newest_arrays",
+    "newest_step",
+    "reading",
+    "writing",
+]
+
+T = TypeVar("T")
 
 StorePath = Annotated[
     str,
@@ -73,13 +86,23 @@ def newest_step(config: StoreConfig) -> StepInfo | None:
 
     RAM and what lies elsewhere, as in a bucket, is not asked.
     """
+    return _looked_at(config, lambda store, step: step)
+
+
+def newest_arrays(config: StoreConfig) -> tuple[ArrayInfo, ...] | None:
+    """As `newest_step`, the arrays of that step."""
+    return _looked_at(config, lambda store, step: store.describe(step.step).arrays)
+
+
+def _looked_at(config: StoreConfig, look: Callable[[SyncStore, StepInfo], T]) -> T | None:
     exact = (tier for tier in config.slower if not tier.lossy)
     folders = tuple(tier for tier in exact if _is_a_folder(tier) and _holds_a_store(tier))
     if not folders:
         return None
     try:
         with _opened(config.model_copy(update={"tiers": folders}), read_only=True) as store:
-            return next((step for step in reversed(store.steps()) if not step.abandoned), None)
+            newest = next((step for step in reversed(store.steps()) if not step.abandoned), None)
+            return None if newest is None else look(store, newest)
     except TieredCkptError:
         return None
 

@@ -11,10 +11,18 @@ import typer
 
 from tieredckpt.cli import amounts
 from tieredckpt.cli.console import errors, print_table, printable
-from tieredckpt.cli.opening import newest_step
+from tieredckpt.cli.opening import newest_arrays, newest_step
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.errors import Invalid
-from tieredckpt.plan.assumed import NODE_MTBF, SHARED_AT_MOST, SOURCE, STATE_OF_A_NODE, Assumption
+from tieredckpt.plan.assumed import (
+    DROPPED,
+    MAGNITUDE,
+    NODE_MTBF,
+    SHARED_AT_MOST,
+    SOURCE,
+    STATE_OF_A_NODE,
+    Assumption,
+)
 from tieredckpt.plan.codecs import gains
 from tieredckpt.plan.scenario import KINDS, Kind, Rung, Scenario, derived_rungs, doubts, rungs
 from tieredckpt.units import format_duration, format_rate, format_size, parse_duration
@@ -155,15 +163,16 @@ def scenario(
         found.append(Assumption("changed", "all of the state", "an optimizer touches every weight"))
     if any(tier.codec != "none" for tier in config.tiers):
         found.append(Assumption("codecs", "as on a GPT with AdamW", "`bench codecs` measures your state"))
+    arrays = newest_arrays(config) if config.derived else None
     if config.derived:
-        found.append(Assumption("lossy rules", "for all of the state", "the strictest relative bound of a tier counts"))
+        found += _of_lossy_rules(config, known=bool(arrays))
     asked = Scenario(
         config=config,
         state=nbytes,
         step_seconds=parse_duration(step_time or "30 s"),
         nodes=nodes,
         rungs=rungs(config, nbytes, nodes, writes, reads),
-        derived=derived_rungs(config, nbytes, nodes, writes, reads),
+        derived=derived_rungs(config, nbytes, nodes, writes, reads, arrays),
         mtbf=_by_kind(between, failures),
         restart=parse_duration(restart or "1 min"),
         changed=1.0 if changed is None else changed,
@@ -186,6 +195,19 @@ def _state(config: StoreConfig, nodes: int, found: list[Assumption]) -> int:
     nbytes = nodes * STATE_OF_A_NODE
     found.append(Assumption("state", format_size(nbytes), f"8 GPUs a node with 4 GB each, {SOURCE}"))
     return nbytes
+
+
+def _of_lossy_rules(config: StoreConfig, *, known: bool) -> list[Assumption]:
+    """What is taken of the rules, of which the arrays are known or not."""
+    rules, found = [rule for tier in config.derived for rule in tier.lossy], []
+    untold = "no step tells which arrays the keys of rules mean"
+    if not known and any(not rule.drop for rule in rules):
+        found.append(Assumption("lossy rules", "for all of the state that is not dropped, the strictest", untold))
+    if not known and any(rule.drop for rule in rules):
+        found.append(Assumption("drop", f"{DROPPED:.0%} of the state, Adam's two moments", untold))
+    if any(rule.max_abs_error is not None for rule in rules):
+        found.append(Assumption("max_abs_error", f"of values of about {MAGNITUDE:g}", "weights have that size"))
+    return found
 
 
 def _speed(rung: Rung, nodes: int) -> Assumption:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Self
 
@@ -93,9 +92,13 @@ class LossyRule(Settings):
             yield "`drop`"
 
     @property
-    def kept_bits(self) -> int | None:
-        """Bits of the mantissa that a relative bound leaves; None without one."""
-        return None if self.max_error is None else -math.frexp(self.max_error)[1]
+    def says(self) -> str:
+        """What becomes of the arrays, for people."""
+        if self.drop:
+            return "drop"
+        return (
+            f"max_error={self.max_error:g}" if self.max_error is not None else f"max_abs_error={self.max_abs_error:g}"
+        )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         yield from ((name, value) for name, value in super().__repr_args__() if value not in (None, False))

@@ -14,15 +14,20 @@ from typing import Final
 __all__ = [
     "CODECS",
     "COPY_OF_A_NODE",
+    "DROPPED",
+    "MAGNITUDE",
     "MEDIUM_OF_A_NODE",
     "NETWORK_OF_A_NODE",
     "NODE_MTBF",
+    "ROUNDING",
     "SHARED_AT_MOST",
     "SHARED_BY_A_NODE",
     "SOURCE",
     "STATE_OF_A_NODE",
     "Assumption",
     "CodecFigures",
+    "lossy_share",
+    "rounded_share",
 ]
 
 SOURCE = "Llama 3, arXiv:2407.21783"
@@ -54,10 +59,11 @@ class CodecFigures:
 
 CODECS: Final = {
     "none": CodecFigures(1.0, math.inf, math.inf),
-    "fast": CodecFigures(0.846, 1.65e9, 4.5e9),
-    "small": CodecFigures(0.809, 0.76e9, 3.2e9),
+    "fast": CodecFigures(0.850, 1.2e9, 3.3e9),
+    "small": CodecFigures(0.814, 0.6e9, 2.8e9),
 }
-"""Of a GPT of 10 million parameters in mixed precision with AdamW after 300 steps, on a core of an AMD EPYC (Zen 5)."""
+"""Of a GPT of 10 million parameters in mixed precision with AdamW after 100 steps, in processor time of one of two
+virtual cores of an AMD EPYC (Zen 5); `docs/explanation/performance-log.md` has the runs."""
 
 ROUNDING = 0.7e9
 """Bytes of the state a second that one core rounds for a tier with lossy rules: once to digest and once to write."""
@@ -79,6 +85,20 @@ def lossy_share(codec: str, kept_bits: int) -> float:
         return share
     bits = kept_bits + _EXPONENTS[codec]
     return min(share, (3 * bits + min(bits, _WEIGHTS_16)) / 112)
+
+
+def rounded_share(codec: str, kept_bits: int, of: int) -> float:
+    """As `lossy_share`, of values of so many bits."""
+    share = CODECS[codec].share
+    return share if codec not in _EXPONENTS else min(share, (kept_bits + _EXPONENTS[codec]) / of)
+
+
+MAGNITUDE = 0.02
+"""The size of the values to which an absolute bound applies: that of the weights of transformers. Adam's moments are
+smaller, and take fewer bits."""
+
+DROPPED = 8 / 14
+"""Of such a state, what a rule drops of which it is not known which arrays it means: the two moments."""
 
 
 @dataclass(frozen=True, slots=True)

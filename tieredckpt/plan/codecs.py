@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tieredckpt.plan.assumed import CODECS, ROUNDING, CodecFigures, lossy_share
-from tieredckpt.plan.scenario import Rung, Scenario, kept_bits
+from tieredckpt.plan.assumed import CODECS
+from tieredckpt.plan.scenario import Rung, Scenario
 
 __all__ = ["CodecGain", "gains"]
 
@@ -26,20 +26,20 @@ class CodecGain:
     seconds: float
     """To promote one step."""
     saves_time_below: float
-    """Bytes a second of the tier as a whole; at more than that the codec takes longer than it saves."""
+    """Bytes a second of the tier as a whole, below which a promotion takes less time than without a codec; 0 for none,
+    and for a codec that saves nothing."""
 
 
 def gains(scenario: Scenario) -> tuple[CodecGain, ...]:
     """Every codec on every tier below RAM."""
     slower = (rung for rung in (*scenario.rungs, *scenario.derived) if not rung.ram)
-    return tuple(_gain(scenario, rung, codec, figures) for rung in slower for codec, figures in CODECS.items())
+    return tuple(_gain(scenario, rung, codec) for rung in slower for codec in CODECS)
 
 
-def _gain(scenario: Scenario, rung: Rung, codec: str, figures: CodecFigures) -> CodecGain:
+def _gain(scenario: Scenario, rung: Rung, codec: str) -> CodecGain:
     nbytes = scenario.added(1)
-    share, core = figures.share, figures.encode
-    if (bits := kept_bits(rung.config)) is not None:
-        share, core = lossy_share(codec, bits), 1 / (1 / figures.encode + 1 / ROUNDING)
+    share, core = rung.kept.share(codec), rung.kept.encode(codec)
+    plain = rung.kept.share("none")
     encode = core * rung.config.codec_threads * scenario.nodes
     return CodecGain(
         tier=rung.name,
@@ -47,6 +47,6 @@ def _gain(scenario: Scenario, rung: Rung, codec: str, figures: CodecFigures) -> 
         chosen=codec == rung.config.codec,
         nbytes=math.ceil(nbytes * share),
         cpu_seconds=nbytes / core,
-        seconds=nbytes / min(encode, rung.device / share),
-        saves_time_below=encode if math.isfinite(encode) else 0.0,
+        seconds=nbytes / min(encode, rung.device / share) if share else 0.0,
+        saves_time_below=encode * plain if share < plain and math.isfinite(encode) else 0.0,
     )

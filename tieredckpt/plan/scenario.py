@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tieredckpt.blobs.base import Survives
 from tieredckpt.config import StoreConfig, TierConfig
 from tieredckpt.config.kinds import kind_of
+from tieredckpt.engine.inventory import ArrayInfo
 from tieredckpt.errors import Invalid
 from tieredckpt.plan import assumed
+from tieredckpt.plan.lossy import EXACT, Kept, kept_by
 
-__all__ = ["KINDS", "Kind", "Rung", "Scenario", "doubts", "rungs"]
+__all__ = ["KINDS", "Kind", "Rung", "Scenario", "derived_rungs", "doubts", "rungs"]
 
 Kind = Literal["process", "node", "rack", "site"]
 """What fails: the training processes, a node with its memory, a rack with what lies in its nodes, everything."""
@@ -47,8 +49,13 @@ class Rung:
     """Bytes a second that it is written at."""
     assumed: bool
     """Nobody said how fast it is."""
-    share: float = 1.0
-    """Of a state's bytes that it stores."""
+    kept: Kept = EXACT
+    """What its lossy rules leave of a state."""
+
+    @property
+    def share(self) -> float:
+        """Of a state's bytes that it stores."""
+        return self.kept.share(self.config.codec)
 
     @property
     def name(self) -> str:
@@ -86,7 +93,7 @@ class Scenario:
     tier_repair: float = 1800.0
     """Mean seconds of such an outage."""
     derived: tuple[Rung, ...] = ()
-    """The tiers of lossy copies, from which nothing is restored by itself: they are no part of what is simulated."""
+    """The tiers of lossy copies, from which nothing is restored by itself."""
 
     def __post_init__(self) -> None:
         if self.state <= 0 or self.step_seconds <= 0 or self.nodes < 1 or self.restart < 0:
@@ -96,8 +103,8 @@ class Scenario:
         if any(mean <= 0 for mean in (*self.mtbf.values(), *self.tier_mtbf.values(), self.tier_repair)):
             raise Invalid("a mean time between failures, or of an outage, must be more than 0 s")
         for name in self.tier_mtbf:
-            if name not in {rung.name for rung in self.rungs}:
-                raise Invalid(f"there is no tier {name!r} (tiers: {', '.join(rung.name for rung in self.rungs)})")
+            if name not in (names := [rung.name for rung in (*self.rungs, *self.derived)]):
+                raise Invalid(f"there is no tier {name!r} (tiers: {', '.join(names)})")
 
     @property
     def job_mtbf(self) -> float:
@@ -157,15 +164,16 @@ def rungs(
 
 
 def derived_rungs(
-    config: StoreConfig, state: int, nodes: int, writes: Mapping[str, float], reads: Mapping[str, float]
+    config: StoreConfig,
+    state: int,
+    nodes: int,
+    writes: Mapping[str, float],
+    reads: Mapping[str, float],
+    arrays: Sequence[ArrayInfo] | None = None,
 ) -> tuple[Rung, ...]:
-    """As `rungs`, the tiers of lossy copies."""
-    return tuple(_rung(tier, state, nodes, config.copy_threads, writes, reads) for tier in config.tiers if tier.lossy)
-
-
-def kept_bits(tier: TierConfig) -> int | None:
-    """Bits of the mantissa that the strictest of a tier's relative rules keeps; None without such a rule."""
-    return max((bits for rule in tier.lossy if (bits := rule.kept_bits) is not None), default=None)
+    """As `rungs`, the tiers of lossy copies, of a state with ``arrays`` if they are known."""
+    threads = config.copy_threads
+    return tuple(_rung(tier, state, nodes, threads, writes, reads, arrays) for tier in config.tiers if tier.lossy)
 
 
 def doubts(config: StoreConfig, nodes: int) -> list[str]:
@@ -184,9 +192,16 @@ def doubts(config: StoreConfig, nodes: int) -> list[str]:
 
 
 def _rung(
-    tier: TierConfig, state: int, nodes: int, threads: int, writes: Mapping[str, float], reads: Mapping[str, float]
+    tier: TierConfig,
+    state: int,
+    nodes: int,
+    threads: int,
+    writes: Mapping[str, float],
+    reads: Mapping[str, float],
+    arrays: Sequence[ArrayInfo] | None = None,
 ) -> Rung:
-    kind, codec = kind_of(tier), assumed.CODECS[tier.codec]
+    kind, codec, kept = kind_of(tier), assumed.CODECS[tier.codec], kept_by(tier, arrays)
+    share = kept.share(tier.codec) or math.ulp(1.0)
     device = writes.get(tier.name, _assumed_speed(tier, nodes))
     capacity, at_most = None, None
     if tier.capacity == "auto":
@@ -198,11 +213,11 @@ def _rung(
         kind.survives(tier),
         capacity,
         at_most,
-        min(device / codec.share, codec.encode * tier.codec_threads * nodes),
-        min(reads.get(tier.name, device) / codec.share, codec.decode * threads * nodes),
+        min(device / share, kept.encode(tier.codec) * tier.codec_threads * nodes),
+        min(reads.get(tier.name, device) / share, codec.decode * threads * nodes),
         device,
         tier.name not in writes,
-        codec.share,
+        kept,
     )
 
 

@@ -16,6 +16,7 @@ import simpy
 from tieredckpt.errors import Invalid, NoSpace
 from tieredckpt.format.manifest import StepId
 from tieredckpt.plan.cluster import Failure, failures, outages
+from tieredckpt.plan.derived import derive
 from tieredckpt.plan.figures import Figures, Ledger, Phase
 from tieredckpt.plan.flows import Flows, Lane
 from tieredckpt.plan.scenario import Scenario
@@ -87,7 +88,13 @@ class _Run:
         self.seconds = seconds
         self.env = simpy.Environment()
         self.ledger = Ledger()
-        self.world = World(scenario, lambda: _EPOCH + self.env.now, self._note)
+        self.world = World(scenario, self._clock, self._note)
+        derived = derive(self.world, self._clock, self._note)
+        self.tiers: tuple[tuple[World, WorldTier], ...] = (
+            *((self.world, tier) for tier in self.world.rungs),
+            *((each, each.own) for each in derived),
+        )
+        """Every tier with the world that says what comes there."""
         if not self.world.save_tiers():
             raise Invalid("no tier can take a save: RAM is smaller than the state, and there is no other tier")
         self.flows = Flows(self.env)
@@ -103,20 +110,23 @@ class _Run:
         self._promoters: dict[str, simpy.Process] = {}
         self._start_promoters()
         self.trainer = self.env.process(self._life())
-        for tier in self.world.rungs:
+        for world, tier in self.tiers:
             if (mtbf := scenario.tier_mtbf.get(tier.name)) is not None:
                 # Of its own, so that what one tier does changes nothing of the others' failures.
-                self.env.process(self._outages(tier, mtbf, random.Random(rng.random())))
+                self.env.process(self._outages(world, tier, mtbf, random.Random(rng.random())))
         coming = failures(scenario.mtbf, random.Random(rng.random())) if trace is None else trace
         self.env.process(self._strike(coming))
         self.env.process(self._sample())
+
+    def _clock(self) -> float:
+        return _EPOCH + float(self.env.now)
 
     def figures(self) -> Figures:
         self.env.run(until=self.seconds)
         self._enter(self.phase)
         if self.partial:  # it ended while the job was down
             self._throw_back(self.step)
-        return self.ledger.close(self.seconds, tuple(tier.name for tier in self.world.rungs))
+        return self.ledger.close(self.seconds, tuple(tier.name for _, tier in self.tiers))
 
     # -- what is counted ----------------------------------------------------------------------------------
 
@@ -139,7 +149,7 @@ class _Run:
 
     def _sample(self) -> Events:
         while True:
-            for tier in self.world.rungs:
+            for _, tier in self.tiers:
                 self.ledger.fill.setdefault(tier.name, []).append((self.env.now, tier.used))
             yield self.env.timeout(self.seconds / _SAMPLES)
             self._progress(self.seconds / _SAMPLES)
@@ -258,51 +268,53 @@ class _Run:
             self.world.fail(failure.kind)
             self.trainer.interrupt()
 
-    def _outages(self, tier: WorldTier, mtbf: float, rng: random.Random) -> Events:
+    def _outages(self, world: World, tier: WorldTier, mtbf: float, rng: random.Random) -> Events:
         for works, away in outages(mtbf, self.scenario.tier_repair, rng):
             yield self.env.timeout(works)
             tier.down = True
-            self.world.touched()
+            world.touched()
             promoter = self._promoters[tier.name]
             if tier.busy and promoter.is_alive:
                 promoter.interrupt("outage")
             self._beat()
             yield self.env.timeout(away)
-            self.world.answers_again(tier)
+            world.answers_again(tier)
             self._beat()
 
     # -- promotion ----------------------------------------------------------------------------------------
 
     def _start_promoters(self) -> None:
-        self._promoters = {tier.name: self.env.process(self._promoter(tier)) for tier in self.world.rungs if tier.index}
+        self._promoters = {
+            tier.name: self.env.process(self._promoter(world, tier)) for world, tier in self.tiers if tier.index
+        }
 
-    def _promoter(self, tier: WorldTier) -> Events:
+    def _promoter(self, world: World, tier: WorldTier) -> Events:
         delay = _FIRST_RETRY
         while True:
             try:
-                step = self.world.next_due(tier)
+                step = world.next_due(tier)
                 if step is None:
                     yield self.changed | self.env.timeout(_LOOK_AGAIN)
                     continue
-                if not self.world.make_room(tier, step):
+                if not world.make_room(tier, step):
                     if any(held > step for held in tier.steps.held):
                         tier.steps.tombstones.add(step)
                         continue
                     tier.health.error = NoSpace(f"tier {tier.name!r} is full")
-                    self.world.touched()
+                    world.touched()
                     yield self.env.timeout(delay)
                     delay = min(_LAST_RETRY, 2 * delay)
                     tier.health.error = None
-                    self.world.touched()
+                    world.touched()
                     continue
                 delay = _FIRST_RETRY
-                yield from self._promote(tier, step)
+                yield from self._promote(world, tier, step)
             except simpy.Interrupt as interrupt:
                 if interrupt.cause != "outage":
                     return
 
-    def _promote(self, tier: WorldTier, step: StepId) -> Events:
-        source = self.world.source(step)
+    def _promote(self, world: World, tier: WorldTier, step: StepId) -> Events:
+        source = world.source(step)
         if source is None:  # only a tier that is away has it
             yield self.changed | self.env.timeout(_LOOK_AGAIN)
             return
@@ -315,16 +327,16 @@ class _Run:
         begin = self.env.now
         tier.busy = True
         source.steps.pins[step] = source.steps.pins.get(step, 0) + 1
-        self.world.touched()
+        world.touched()
         try:
             yield from self.flows.move(nbytes, lanes, limit * self.scenario.nodes if limit else float("inf"))
         finally:
             tier.busy = False
             _unpin(source, step)
-            self.world.touched()
+            world.touched()
         self.ledger.written[tier.name] += nbytes
         seconds = self.env.now - begin
-        self.world.promoted(step, record, tier, nbytes / seconds if seconds else None)
+        world.promoted(step, record, tier, nbytes / seconds if seconds else None)
         self._beat()
 
 

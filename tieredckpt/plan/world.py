@@ -61,10 +61,19 @@ class World(State):
         scenario: what is simulated.
         clock: seconds since the epoch.
         tell: hears every action.
+        tiers: those of the scenario that hold steps as they were saved, if left out.
     """
 
-    def __init__(self, scenario: Scenario, clock: Callable[[], float], tell: Callable[[Action], None]) -> None:
-        self.rungs = tuple(WorldTier(rung, index, scenario) for index, rung in enumerate(scenario.rungs))
+    def __init__(
+        self,
+        scenario: Scenario,
+        clock: Callable[[], float],
+        tell: Callable[[Action], None],
+        tiers: tuple[WorldTier, ...] | None = None,
+    ) -> None:
+        if tiers is None:
+            tiers = tuple(WorldTier(rung, index, scenario) for index, rung in enumerate(scenario.rungs))
+        self.rungs = self._mine = tiers
         self._ahead = 0.0
         """Seconds from the clock to the time of the question that is being asked."""
         # The engine's threads and memory exist only in name: nothing is copied here.
@@ -148,7 +157,7 @@ class World(State):
         record = next((tier.steps.held[step].record for tier in self.rungs if step in tier.steps.held), None)
         if record is None:
             self._seen.pop(step, None)
-            for tier in self.rungs:
+            for tier in self._mine:
                 tier.steps.tombstones.discard(step)
         else:
             names = tuple(tier.name for tier in self.rungs if step in tier.steps.held)
@@ -158,6 +167,8 @@ class World(State):
             self._seen[step] = _Seen(record, view)
         self._kept_steps = self._views = None
         self._version += 1
+        for derived in self._derived_worlds():
+            derived._look(step)
 
     def _look_again(self) -> None:
         """See all of it anew: much has changed."""
@@ -166,6 +177,8 @@ class World(State):
         for step in sorted({step for tier in self.rungs for step in tier.steps.held}):
             self._look(step)
         self._version += 1
+        for derived in self._derived_worlds():
+            derived._look_again()
 
     def _in_order(self, names: set[str]) -> tuple[str, ...]:
         return tuple(tier.name for tier in self.rungs if tier.name in names)
@@ -311,6 +324,8 @@ class World(State):
     def touched(self) -> None:
         """A tier's health or work changed."""
         self._version += 1
+        for derived in self._derived_worlds():
+            derived._version += 1
 
     # -- failures -----------------------------------------------------------------------------------------
 
@@ -323,7 +338,7 @@ class World(State):
             trained_seconds=before.trained_seconds + self.observation.now() - ended.started_at,
             stalled_seconds=before.stalled_seconds + ended.stalled_seconds,
         )
-        for tier in self.rungs:
+        for tier in self._all_rungs():
             tier.steps.pins.clear()
             tier.busy = False
             if tier.survives < KINDS[kind]:
@@ -336,7 +351,7 @@ class World(State):
 
     def reopen(self) -> StepId | None:
         """Begin as the next process does: with what the tiers that answer hold; the step to restore."""
-        for tier in self.rungs:
+        for tier in self._all_rungs():
             tier.steps.tombstones.clear()
             tier.health.error = None
             tier.seen_bandwidth = tier.steps.promotion_seconds = None
@@ -348,6 +363,8 @@ class World(State):
         known = (step.serial for tier in self.rungs for step in (*tier.steps.held, *tier.unseen))
         last_serial = max(known, default=self.branch.last_serial)
         self.branch = Branch(self._seen[newest].record.line if newest else (), newest, last_serial=last_serial)
+        for each in self.derivations:
+            each.branch = self.branch
         self.observation.observed = Observed(started_at=self.observation.now())
         self._look_again()
         return newest
@@ -367,6 +384,14 @@ class World(State):
             newest = max(tier.steps.held)
             self.branch.adopt(tier.steps.held[newest].record.line, newest)
         self._look_again()
+
+    def _derived_worlds(self) -> list[World]:
+        """Those of the tiers of lossy copies, which see the exact steps as well."""
+        return [each for each in self.derivations if isinstance(each, World)]
+
+    def _all_rungs(self) -> tuple[WorldTier, ...]:
+        """All tiers, those of lossy copies as well."""
+        return (*self.rungs, *(each.rungs[-1] for each in self._derived_worlds()))
 
     def _happened(self, what: What, step: StepId, tier: WorldTier) -> None:
         self._tell(Action(self.observation.now(), what, step.step, tier.name))

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tieredckpt import CheckpointStore
 from tieredckpt.cli import simulate
 
 Told = Callable[..., Any]
@@ -215,3 +217,27 @@ def test_a_simulation_tells_how_far_it_is(
     assert whole == pytest.approx(8640)
     assert len(parts) > 100
     assert sum(parts) == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.parametrize("verb", [("plan",), ("simulate", "--days", "0.05")])
+def test_what_is_assumed_of_lossy_rules_is_told(told: Told, tmp_path: Path, verb: tuple[str, ...]) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        """
+        [tiers.disk]
+        kind = "posix"
+        path = "disk"
+        [tiers.archive]
+        kind = "posix"
+        path = "archive"
+        codec = "small"
+        lossy = [{ keys = ["params/**"], max_abs_error = 1e-4 }, { keys = ["opt/**"], drop = true }]
+        """
+    )
+    assert {"lossy rules", "drop", "max_abs_error"} <= {each["what"] for each in told(*verb, path, *JOB)["assumed"]}
+    with CheckpointStore.open(path).sync() as store:
+        store.save(1, {"params": {"w": np.ones((100, 64))}, "opt": {"m": np.ones((300, 64))}})
+    found = told(*verb, path, "--mtbf", "1d")
+    assert {"lossy rules", "drop"}.isdisjoint(each["what"] for each in found["assumed"])
+    plain = next(each for each in found["codecs"] if (each["tier"], each["codec"]) == ("archive", "none"))
+    assert plain["nbytes"] == 100 * 64 * 8

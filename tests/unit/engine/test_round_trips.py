@@ -24,7 +24,7 @@ from tieredckpt.format.structure import CONTAINERS, walk
 from tieredckpt.sync import SyncStore
 from tieredckpt.tree import flatten, host_view, select, unflatten
 
-KINDS = ["ram", "posix", "memory", "file"]
+KINDS = ["ram", "posix", "memory", "small", "fast"]
 TREES = trees(large_arrays(6 * 4096) | arrays() | SCALARS, max_leaves=8)
 """With chunks of 4 KiB, leaves of one to a dozen chunks beside those that lie in the index."""
 
@@ -36,11 +36,14 @@ def settings_of(shared_memory: Path, tmp_path: Path) -> dict[str, StoreConfig]:
         "ram": ram(shared_memory, on_close="keep"),
         "posix": folder(tmp_path / "posix"),
         "memory": {"kind": "kvstore", "spec": {"driver": "memory"}, "retries": 0},
-        "file": {
-            "kind": "kvstore",
-            "spec": {"driver": "file", "path": f"{tmp_path}/file/"},
-            "retries": 0,
-            "codec": "small",
+        **{
+            codec: {
+                "kind": "kvstore",
+                "spec": {"driver": "file", "path": f"{tmp_path}/{codec}/"},
+                "retries": 0,
+                "codec": codec,
+            }
+            for codec in ("small", "fast")
         },
     }
     return {kind: config({"only": tier}, chunk_size=4096, name="of-test") for kind, tier in tiers.items()}
@@ -122,7 +125,7 @@ def test_any_tree_comes_back_in_every_way_to_ask_for_it(settings_of: dict[str, S
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["closed", "crashed"])
-@pytest.mark.parametrize("kind", ["ram", "posix", "file"])
+@pytest.mark.parametrize("kind", ["ram", "posix", "small", "fast"])
 def test_any_tree_comes_back_in_another_process(settings_of: dict[str, StoreConfig], kind: str, dies: bool) -> None:
     step = 0
 

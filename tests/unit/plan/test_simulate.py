@@ -19,7 +19,7 @@ from tieredckpt.plan.cluster import Failure, failures
 from tieredckpt.plan.figures import Figures
 from tieredckpt.plan.model import Risk, daly, ettr, young
 from tieredckpt.plan.picture import Point, draw
-from tieredckpt.plan.scenario import Kind, Scenario, rungs
+from tieredckpt.plan.scenario import Kind, Scenario, derived_rungs, rungs
 from tieredckpt.plan.simulate import simulate
 from tieredckpt.plan.world import Action, World
 from tieredckpt.policy import Observed, Schedule, StoreView
@@ -271,3 +271,55 @@ def test_a_training_step_costs_a_simulation_no_more_with_many_steps_on_a_tier() 
         return made
 
     assert looks(50) <= 100 * 300 / 5 + looks(1)  # of 3,000 training steps; each save looks at what is retained
+
+
+SEVEN_BITS = [{"keys": ["**"], "max_error": "0.4%"}]
+
+
+def with_lossy(mtbf: dict[Kind, float], archive: dict[str, Any], rates: dict[str, float], **others: Any) -> Scenario:
+    """The ladder, and an archive of lossy copies."""
+    place = {"kind": "posix", "path": "/archive", "survives": "site", "codec": "small", "lossy": SEVEN_BITS}
+    made = scenario({**LADDER, "archive": place | archive}, mtbf, rates=RATES | rates, schedule=EVERY_MINUTE, **others)
+    return dataclasses.replace(made, derived=derived_rungs(made.config, GB, 1, RATES | rates, {}))
+
+
+EVERY_MINUTE = {"kind": "every", "interval": "1 min"}
+
+
+def test_lossy_tiers_fill_by_their_own_policies_and_speed() -> None:
+    archive = {"promote": {"kind": "every", "interval": "10 min"}, "retain": {"kind": "last_n", "n": 3}}
+    found = simulate(with_lossy({}, archive, {"archive": 0.05 * GB}), 86400.0)
+    lossy = found.tiers["archive"]
+    assert lossy.promoted == pytest.approx(144, abs=5)
+    assert lossy.evicted == lossy.promoted - 3
+    assert lossy.peak == pytest.approx(3.5 * 0.382 * GB, rel=0.2), "three, and one more while it comes"
+    assert "archive" not in found.restores
+    fill = [nbytes for _, nbytes in found.fill["archive"]]
+    assert fill[0] == 0
+    assert fill[-1] == pytest.approx(3 * 0.382 * GB, rel=0.01)
+
+
+def test_nothing_is_restored_from_a_lossy_tier_and_what_it_has_stays() -> None:
+    """The disks of the node go with it, and the archive has newer steps than the shared folder."""
+    found = simulate(with_lossy({"site": 7200.0, "node": 3600.0}, {"retain": "all"}, {"archive": GB}), 86400.0)
+    assert found.failures["site"] > 3
+    assert found.restores.keys() <= {"ram", "nvme", "far"}
+    fill = [nbytes for _, nbytes in found.fill["archive"]]
+    assert fill == sorted(fill), "it survives"
+
+
+def test_a_lossy_tier_of_a_capacity_and_with_outages_holds_no_more_than_fits() -> None:
+    asked = with_lossy({"node": 7200.0}, {"retain": "all", "capacity": "2 GB"}, {}, tier_mtbf={"far": 50_000.0})
+    asked = dataclasses.replace(asked, tier_mtbf={"archive": 7200.0})
+    found = simulate(asked, 3 * 86400.0)
+    assert found.tiers["archive"].evicted > 0
+    assert 1.5 * GB < found.tiers["archive"].peak <= 2 * GB
+
+
+def test_a_slow_lossy_tier_gets_fewer_steps() -> None:
+    fast, slow = (
+        simulate(with_lossy({}, {"promote": "always"}, {"archive": rate, "nvme": GB}), 3600.0)
+        for rate in (GB, 0.001 * GB)
+    )
+    assert fast.tiers["archive"].promoted > 50
+    assert 0 < slow.tiers["archive"].promoted < 15

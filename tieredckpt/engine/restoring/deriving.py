@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tieredckpt.concurrency import in_thread, together
 from tieredckpt.config.lossy import LossyRule
+from tieredckpt.engine.restoring.rules import as_recorded, first_rules, rounding_of
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import RoundedChunk, Tier, ToRound
@@ -31,7 +32,7 @@ from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex, Ste
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.rounding import Bound, can_round, round_values
 from tieredckpt.format.structure import array_nodes
-from tieredckpt.tree.select import choose, without
+from tieredckpt.tree.select import without
 
 __all__ = ["DerivedSource", "RoundedSource", "open_derived", "open_source"]
 
@@ -163,26 +164,16 @@ class _Plan:
 
     @classmethod
     def of(cls, index: StepIndex, settings: Sequence[LossyRule]) -> _Plan:
-        rules = tuple(
-            Rule(keys=each.keys, max_error=each.max_error, max_abs_error=each.max_abs_error, drop=each.drop)
-            for each in settings
-        )
+        rules = as_recorded(settings)
         nodes = {node.key: node for node in array_nodes(index.record.structure)}
-        first: dict[str, int] = {}
-        for number, rule in enumerate(rules):
-            for _, keys in choose(rule.keys, tuple(nodes)):
-                for key in keys:
-                    first.setdefault(key, number)
+        first = first_rules(rules, tuple(nodes))
         dropped = frozenset(key for key, number in first.items() if rules[number].drop)
         chosen: dict[str, int] = {}
         bounds: dict[str, Bound] = {}
         for name, array in index.arrays.items():
             key = layout.array_key(name)
             number = first.get(key, -1)
-            if number < 0 or (bound := rules[number].bound) is None or not can_round(array.dtype):
-                continue
-            # Biases and norms are few and matter; who means them names them.
-            if len(nodes[key].shape) < 2 and key not in rules[number].keys:
+            if number < 0 or (bound := rounding_of(rules[number], key, len(nodes[key].shape), array.dtype)) is None:
                 continue
             if any(isinstance(chunk.where, Extent) for chunk in array.chunks):
                 chosen[name], bounds[name] = number, bound
@@ -234,7 +225,7 @@ async def _rounded_index(state: State, exact: StepSource, tier: Tier, plan: _Pla
             rounded[key] = Rounded(
                 rule=plan.chosen[key],
                 worst=max((new.worst for new in became if new is not None), default=0.0),
-                exact_chunks=sum(new is None or new.exact for new in became),
+                exact_chunks=sum(new is not None and new.exact for new in became),
             )
     return StepIndex(_record(exact.index, plan, rounded), arrays)
 

@@ -129,6 +129,33 @@ async def test_a_chunk_outside_of_its_bound_is_kept_exact(
     assert not np.array_equal(stock[half:], saved["params"]["w"][half:])
 
 
+async def test_chunks_in_the_index_are_not_counted_as_outside_of_the_bound(tmp_path: Path, shared_memory: Path) -> None:
+    saved = {"params": {"w": np.random.default_rng(0).standard_normal((2 * CHUNK // 256, 64)).astype(np.float32)}}
+    async with CheckpointStore.open(lossy_config(tmp_path, shared_memory)) as store:
+        await store.save(1, saved)
+        await store.flush()
+        state = store._life.open_engine.state
+        (derivation,) = state.derivations
+
+        async def derive() -> Rounded:
+            async with deriving.StepSource.open(state, state.find(1)) as exact:
+                (key,) = (key for key in exact.index.arrays if layout.array_key(key) == "params/w")
+                array = exact.index.arrays[key]
+                first, second = array.chunks
+                chunks = [Chunk(first.digest, bytes(array.grid.cell_nbytes)), second]
+                arrays = {**exact.index.arrays, key: ArrayIndex(array.grid, array.dtype, chunks)}
+                exact.index = StepIndex(exact.index.record, arrays)
+                tier = derivation.tiers[-1]
+                plan = deriving._Plan.of(exact.index, tier.config.lossy)
+                index = await deriving._rounded_index(derivation, exact, tier, plan)
+                assert isinstance(index.record.derived, Derivation)
+                return index.record.derived.arrays[key]
+
+        how = await store._life.call(lambda engine: derive())
+    assert how.worst > 0
+    assert how.exact_chunks == 0
+
+
 async def test_what_was_rounded_wrongly_once_is_rounded_again(
     tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,46 @@
+"""The tiers of lossy copies in a world: each has its own, derived from the exact steps, as in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tieredckpt.plan.scenario import Rung
+from tieredckpt.plan.tiers import WorldTier
+from tieredckpt.plan.world import Action, World
+
+__all__ = ["DerivedWorld", "derive"]
+
+
+class DerivedWorld(World):
+    """The derived steps of one tier, which is the last of its tiers, behind those that it is derived from."""
+
+    def __init__(self, exact: World, rung: Rung, clock: Callable[[], float], tell: Callable[[Action], None]) -> None:
+        place = [tier.name for tier in exact.config.tiers].index
+        # Of several nodes no RAM has a whole step.
+        sources = (tier for tier in exact.rungs if exact.scenario.nodes == 1 or not tier.rung.ram)
+        nearer = [tier for tier in sources if place(tier.name) < place(rung.name)]
+        own = WorldTier(rung, len(nearer), exact.scenario)
+        super().__init__(exact.scenario, clock, tell, (*nearer, own))
+        self.own = own
+        self.exact, self._exact = exact, exact
+        self.branch, self.observation = exact.branch, exact.observation
+        self._mine = (own,)
+
+    def answers_again(self, tier: WorldTier) -> None:
+        """As of the world; no training goes on from what lies there."""
+        tier.down = False
+        tier.steps.held.update(tier.unseen)
+        tier.unseen = {}
+        self._look_again()
+
+    def touched(self) -> None:
+        """As of the world; the source of what is derived is read meanwhile."""
+        super().touched()
+        self._exact.touched()
+
+
+def derive(world: World, clock: Callable[[], float], tell: Callable[[Action], None]) -> tuple[DerivedWorld, ...]:
+    """A world for each tier of lossy copies; from now on, what they are to derive waits for them in the exact one."""
+    found = tuple(DerivedWorld(world, rung, clock, tell) for rung in world.scenario.derived)
+    world.derivations = found
+    return found
