@@ -95,6 +95,8 @@ class StepSource:
     """Of several ranks: where chunks of the step are in the RAM of this machine; the index need not tell."""
     passing: Passing | None = None
     """Of several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
+    _bad: set[tuple[str, Extent | bytes]] = field(default_factory=set)
+    """Places, by tier, that turned out not to have their chunk intact."""
     _overdue: set[str] = field(default_factory=set)
     """Tiers whose last read was not answered in time."""
     _digests: dict[str, dict[bytes, Extent]] = field(default_factory=dict)
@@ -246,6 +248,26 @@ class StepSource:
                 there.append(dataclasses.replace(piece, chunk=Chunk(piece.chunk.digest, where)))
         return tier, there, absent
 
+    async def on_another_tier(self, tier: Tier, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+        """The pieces as they lie in packs of a tier by its index of the step, and those that do not."""
+        try:
+            index = await self._index_on(tier)
+        except TieredCkptError:
+            return [], pieces  # which `candidates` finds, too, and tells
+        there: list[Piece] = []
+        absent: list[Piece] = []
+        for piece in pieces:
+            where = self._where(tier, index, piece.key, piece.ordinal, piece.chunk.digest)
+            if (
+                isinstance(where, Extent)
+                and (tier.name, where) not in self._bad
+                and tier.encoding_of(where, piece.nbytes).fits(where.length, piece.nbytes)
+            ):
+                there.append(dataclasses.replace(piece, chunk=Chunk(piece.chunk.digest, where)))
+            else:
+                absent.append(piece)
+        return there, absent
+
     async def _shared(self) -> tuple[Tier | None, StepIndex | None]:
         """The nearest shared tier that holds the step, and its index there."""
         for tier in (self.tier, *self.state.holders(self.step)):
@@ -286,7 +308,7 @@ class StepSource:
                 await read_chunk(tier, where, chunk.digest, memory[:nbytes], self.state.pool)
             except (Corrupt, NotFound, TierUnavailable) as error:
                 last = error
-                self.note(tier, key, chunk, error)
+                self.note(tier, key, Chunk(chunk.digest, where), error)
                 if isinstance(error, TierUnavailable):
                     silent.append(tier.name)
             else:
@@ -313,7 +335,8 @@ class StepSource:
         """
         late: list[tuple[Tier, Extent | bytes]] = []
         async for tier, where in self.candidates(key, ordinal, digest):
-            if not (tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal)):
+            listed = tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal)
+            if not listed and (tier.name, where) not in self._bad:
                 yield tier, where
             if tier.name in self._overdue:
                 late.append((tier, where))
@@ -336,6 +359,7 @@ class StepSource:
         if isinstance(error, TierUnavailable):
             self.silence = error
         else:
+            self._bad.add((tier.name, chunk.where))
             if isinstance(chunk.where, Extent):
                 tier.chunks.distrust(chunk.digest, chunk.where)
             self.damage.append(Damage(tier, chunk.digest, key, error))

@@ -166,7 +166,9 @@ def test_an_export_that_does_not_end_leaves_no_parts_of_a_file(
     else:
         store.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
 
-    eventually(lambda: not s3_place.bucket.uploads(), "parts of a file are left on the server")  # which may hear of it later
+    eventually(
+        lambda: not s3_place.bucket.uploads(), "parts of a file are left on the server"
+    )  # which may hear of it later
     assert set(s3_place.bucket.sizes()) == {"step-1/tieredckpt.json"}
 
 
