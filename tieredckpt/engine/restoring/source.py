@@ -14,21 +14,20 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.blobs.wrap import Overdue
-from tieredckpt.engine.restoring.moved import Moved, has_moved, places, unless_moved
+from tieredckpt.engine.restoring.moved import unless_moved
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.state.merged_ram import MergedRam, Near
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
-from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import Chunk, StepId, StepIndex, StepRecord
+from tieredckpt.format.manifest import Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "pinned", "whole_record"]
+__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "pinned", "report_silent"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -151,7 +150,7 @@ class StepSource:
                 except (Corrupt, NotFound, TierUnavailable) as error:
                     _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
                     unreadable.append((tier, error))
-                    _report_silent(state, tier, error)
+                    report_silent(state, tier, error)
                     if isinstance(error, Overdue) and asked_again[tier.name] < tier.config.retries:
                         asked_again[tier.name] += 1
                         waiting.append(tier)  # behind all others
@@ -187,7 +186,7 @@ class StepSource:
                 index = await self._index_on(tier)
             except TieredCkptError as error:
                 self.unreadable.append((tier, error))
-                _report_silent(self.state, tier, error)
+                report_silent(self.state, tier, error)
                 continue
             where = self._where(tier, index, key, ordinal, digest)
             if where is not None:
@@ -276,7 +275,7 @@ class StepSource:
                     return tier, await self._index_on(tier)
                 except TieredCkptError as error:
                     self.unreadable.append((tier, error))
-                    _report_silent(self.state, tier, error)
+                    report_silent(self.state, tier, error)
         return None, None
 
     async def _index_on(self, tier: Tier) -> StepIndex:
@@ -354,7 +353,7 @@ class StepSource:
         key = layout.array_key(key)
         level = _level(self.state, error)
         _log.log(level, "%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
-        _report_silent(self.state, tier, error)
+        report_silent(self.state, tier, error)
         (self._overdue.add if isinstance(error, Overdue) else self._overdue.discard)(tier.name)
         if isinstance(error, TierUnavailable):
             self.silence = error
@@ -365,45 +364,13 @@ class StepSource:
             self.damage.append(Damage(tier, chunk.digest, key, error))
 
 
-async def whole_record(state: State, step: StepId) -> StepRecord | None:
-    """The record of a step with all that it has; None if its commit turns out unreadable wherever it was said to be.
-
-    Raises `TierUnavailable` when a tier that may have it does not answer.
-    """
-    silent: TierUnavailable | None = None
-    before = places(state, step)
-    for tier in state.holders(step):
-        held = tier.steps.held.get(step)
-        if held is None:
-            continue  # it left while another tier was asked
-        if held.whole:
-            return held.record
-        try:
-            record = (await step_index.load(tier, step)).record
-        except (Corrupt, NotFound) as error:
-            if await has_moved(state, step, before):
-                raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error
-            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-            tier.quarantine(step, error)
-            state.changed.notify()  # its tier is to get it anew
-        except TierUnavailable as error:
-            _report_silent(state, tier, error)
-            silent = error
-        else:
-            if tier.steps.held.get(step) is held:  # and neither left meanwhile nor was committed anew
-                tier.steps.held[step] = Held(record, held.btree_key)
-            return record
-    if silent is not None:
-        raise silent
-    return None
-
-
 def _level(state: State, error: TieredCkptError) -> int:
     """How loud to tell what was not found: beside a writer, which evicts it at any time, that is in order."""
     return logging.INFO if state.read_only and isinstance(error, NotFound) else logging.WARNING
 
 
-def _report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:
+def report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:
+    """Have a tier that does not answer left alone for a while."""
     # Once: of many reads that fail together, each would lengthen the wait until the tier is tried again.
     if isinstance(error, TierUnavailable) and tier.health.error is None and not state.read_only:
         state.report(tier, error)
