@@ -15,6 +15,7 @@ from pydantic import SecretStr
 
 from tieredckpt._redact import redacted_text
 from tieredckpt.blobs.base import BlobInfo, Unanswered
+from tieredckpt.blobs.object import aws_profile
 from tieredckpt.blobs.object.throttle import SlowDown
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
@@ -232,8 +233,14 @@ def _s3(tier: S3Tier, endpoint: str, common: dict[str, Any]) -> Any:
         "secret_access_key": _told(tier.secret_access_key),
         "session_token": _told(tier.session_token),
     }
-    if tier.profile is not None:
-        common["credential_provider"] = _of_profile(tier.name, tier.profile)
+    profile = tier.profile
+    if profile is None and tier.access_key_id is None:
+        profile = aws_profile.to_be_read()
+    if profile is not None:
+        told_by = "the environment or a file of AWS" if tier.profile is None else "`profile`"
+        common["credential_provider"] = aws_profile.provider(tier.name, profile, told_by)
+        # The profile's own, which the provider brings, comes last.
+        settings["region"] = tier.region or os.environ.get("AWS_REGION")
     # One DELETE for one object: not every server takes the request for many.
     return store.S3Store(tier.bucket, unsigned_payload=unsigned, disable_bulk_delete=True, **_given(settings), **common)
 
@@ -258,18 +265,6 @@ def _azure(tier: AzureTier, endpoint: str, common: dict[str, Any]) -> Any:
 
 
 _MAKERS: Mapping[type[ObjectTier], Callable[..., Any]] = {S3Tier: _s3, GcsTier: _gcs, AzureTier: _azure}
-
-
-def _of_profile(tier: str, profile: str) -> Any:
-    try:
-        from boto3.session import Session
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        raise Invalid(f"tier {tier!r}: `profile` is read by boto3, which is not there: pip install boto3") from error
-    try:
-        return Boto3CredentialProvider(Session(profile_name=profile))
-    except Exception as error:  # botocore's own kinds, of which there are many
-        raise Invalid(f"tier {tier!r}: the profile {profile!r} gives no credentials: {error}") from error
 
 
 def _secrets(tier: ObjectTier) -> tuple[str, ...]:
