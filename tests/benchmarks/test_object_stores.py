@@ -20,6 +20,7 @@ from support.object_stores import CREDENTIALS, Place, null_server
 from tieredckpt.blobs.base import BlobStore, Stretch
 from tieredckpt.blobs.object.kind import S3
 from tieredckpt.config.object_tiers import S3Tier
+from tieredckpt.format.digest import copy_and_digest
 
 _PIECE = 16 << 20
 _READS = 32
@@ -80,6 +81,10 @@ async def compared(place: Place, reads: int, packs: int) -> dict[str, tuple[Spee
         found = await obstore.get_range_async(bare, "packs/0", start=start(number), length=_PIECE)
         np.copyto(room(number), np.frombuffer(found, np.uint8))
 
+    async def bare_digested(number: int) -> None:
+        found = await obstore.get_range_async(bare, "packs/0", start=start(number), length=_PIECE)
+        copy_and_digest(np.frombuffer(found, np.uint8), room(number))
+
     async def bare_stream(number: int) -> None:
         asked = {"range": (start(number), start(number) + _PIECE)}
         target, at = room(number), 0
@@ -112,6 +117,12 @@ async def compared(place: Place, reads: int, packs: int) -> dict[str, tuple[Spee
             _PIECE,
             lambda number: ours.get_digested("packs/0", [Stretch(start(number), _PIECE, memoryview(room(number)))]),
             bare_get,
+        ),
+        "get, both digested": (
+            reads,
+            _PIECE,
+            lambda number: ours.get_digested("packs/0", [Stretch(start(number), _PIECE, memoryview(room(number)))]),
+            bare_digested,
         ),
     }
     found: dict[str, tuple[Speed, Speed]] = {}

@@ -21,6 +21,8 @@ def assert_nothing_lost(kills: int, memory: Path, place: Place, seed: int) -> No
     assert len(found.kills) == len(POINTS)
     assert found.promoted
     assert found.nodes
+    assert place.bucket.sizes()
+    assert not place.bucket.uploads()  # which are paid for and in no listing
 
 
 def test_trainers_that_are_killed_lose_nothing_that_they_were_told_is_saved(

@@ -205,6 +205,11 @@ class Bucket:
             for found in page.get("Contents", ())
         }
 
+    def uploads(self) -> set[str]:
+        """The keys of multipart uploads that were begun and not ended: no listing of objects has them."""
+        pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=BUCKET, Prefix=f"{self._prefix}/")
+        return {found["Key"].removeprefix(f"{self._prefix}/") for page in pages for found in page.get("Uploads", ())}
+
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 

@@ -23,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 __all__ = [
+    "Fault",
     "Proxy",
     "cut",
     "deny",

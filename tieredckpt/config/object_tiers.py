@@ -120,8 +120,7 @@ class S3Tier(ObjectTier):
     region: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None
     """None for what the environment says, then ``us-east-1``."""
     profile: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Of ``~/.aws``, read by boto3, which must be installed; None for the environment, a web identity or the instance's
-    role."""
+    """Of ``~/.aws``, read by boto3, which must be installed; None for the credentials that the AWS CLI would take."""
     access_key_id: Secret | None = None
     secret_access_key: Secret | None = None
     session_token: Secret | None = None

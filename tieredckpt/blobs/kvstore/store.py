@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ import tensorstore as ts
 
 from tieredckpt._redact import redacted, redacted_text, secrets_of
 from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix, is_key
+from tieredckpt.blobs.object import aws_profile
 from tieredckpt.concurrency import settle
 from tieredckpt.errors import (
     Closed,
@@ -46,6 +46,9 @@ _SIZE = re.compile(r"value of size (\d+)")
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|os_error_code='(?:28|122)'")
 _NO_FOLDER = "Cannot list non-directory"
 """What the file driver says of a prefix that is an object: no folder, hence an empty one."""
+
+_REMOTE = frozenset({"gcs", "gcs_grpc", "http", "s3", "tsgrpc_kvstore"})
+"""Drivers that send requests to a server, and repeat them: one that was given up may still be carried out."""
 
 _CONDITION_FAILED = b""
 """The generation that TensorStore returns for a write whose condition did not hold."""
@@ -243,14 +246,15 @@ class KvStoreBlobs:
 
 
 def _quiet(spec: dict[str, Any]) -> dict[str, Any]:
-    """The spec, with credentials from the environment asked for where they are, and nothing was said of them.
+    """The spec, with credentials asked for where they are, if nothing was said of them.
 
-    They come first anyway; but where there is no profile, the SDK of AWS says so at each opening, on stderr.
+    They come from there anyway; but the SDK of AWS looks everywhere in turn, and says on stderr, at each opening, where
+    there are none.
     """
     said = {*spec, *spec.get("context", {})}
-    if spec.get("driver") != "s3" or "aws_credentials" in said or "AWS_ACCESS_KEY_ID" not in os.environ:
+    if spec.get("driver") != "s3" or "aws_credentials" in said or (found := aws_profile.for_tensorstore()) is None:
         return spec
-    return spec | {"aws_credentials": {"type": "environment"}}
+    return spec | {"aws_credentials": found}
 
 
 async def _to_its_end(start: Callable[[], ts.Future[T]]) -> T:
@@ -297,7 +301,9 @@ def _traits(spec: Mapping[str, Any], survives: Survives | None, object_size: int
         case "chfs":
             outlives = Survives.PROCESS  # no rename, no exclusive put between processes, never synced
         case "gcs" | "s3":
-            outlives, durable, atomic, create_only = Survives.SITE, True, True, True
+            # Not every server of the protocol honours conditions, and this one is not tried.
+            outlives, durable, atomic = Survives.SITE, True, True
+    remote = not _REMOTE.isdisjoint(_drivers(spec))
     return Traits(
         survives=outlives if survives is None else survives,
         durable=durable,
@@ -306,7 +312,20 @@ def _traits(spec: Mapping[str, Any], survives: Survives | None, object_size: int
         ranged_get=True,
         direct_io=False,
         object_size=object_size,
+        remote=remote,
+        parallel_puts=4 if remote else 2,
     )
+
+
+def _drivers(spec: object) -> Iterator[str]:
+    """Of a spec and of those in it."""
+    if isinstance(spec, Mapping):
+        if isinstance(driver := spec.get("driver"), str):
+            yield driver
+        spec = list(spec.values())
+    if isinstance(spec, list):
+        for each in spec:
+            yield from _drivers(each)
 
 
 def _member(spec: Mapping[str, Any], name: str, member: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -15,20 +16,27 @@ from pydantic import SecretStr
 
 from tieredckpt._redact import redacted_text
 from tieredckpt.blobs.base import BlobInfo, Unanswered
+from tieredckpt.blobs.object import aws_profile
 from tieredckpt.blobs.object.throttle import SlowDown
+from tieredckpt.concurrency import outlast
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
 __all__ = ["Client", "Denied", "NoRanges", "Range"]
 
 _UNLIMITED = timedelta(days=365)
-"""Of a request: how long one may take is decided by the deadline around the store alone."""
 
 _LISTED_AT_ONCE = 1000
 
 _STREAMED_PART, _STREAMED_PARTS = 16 << 20, 4
 """Bytes of a part of an object that is streamed, and how many are sent at a time: they are in memory meanwhile. S3
 takes 10,000 parts."""
+
+_ABORTS_WITHIN = 5.0
+"""Seconds that an upload which is cancelled is given to be aborted."""
+
+_UNCOUNTED = 1000
+"""Attempts, where their time is limited."""
 
 _BODY = re.compile(r"<(?:\?xml|!doctype|html|Error).*", re.IGNORECASE | re.DOTALL)
 _SAID = re.compile(r"<(?:Code|Message)>(.*?)</")
@@ -70,7 +78,8 @@ class Client:
         self._name, self.location = tier.name, tier.location
         self._secrets = _secrets(tier)
         try:
-            self._store = _opened(tier)
+            self._store = _opened(tier, _REPEATS_NOTHING)
+            self._streams = _opened(tier, _repeats_parts(tier))
         except Invalid:
             raise
         except (exceptions.BaseError, ValueError, TypeError) as error:
@@ -84,29 +93,45 @@ class Client:
             await obstore.put_async(self._store, key, views, mode=mode, use_multipart=False)
 
     async def put_stream(self, key: str, pieces: AsyncIterator[bytes]) -> None:
-        """Several requests, after the last of which the object is there at once; none of it is if ``pieces`` raises."""
+        """Several requests, after the last of which the object is there at once; none of it is if this raises.
+
+        The pieces come once, so each request is repeated by itself.
+        """
         given_up: BaseException | None = None
+        cancelled = False
 
         async def given() -> AsyncIterator[bytes]:
             nonlocal given_up
             try:
                 async for piece in pieces:
+                    if cancelled:  # obstore aborts the upload where there is no next piece, and else leaves its parts
+                        raise Unanswered(f"{key} was given up")
                     yield piece
             except BaseException as error:
                 given_up = error
                 raise
 
+        async def put() -> None:
+            await obstore.put_async(
+                self._streams,
+                key,
+                given(),
+                mode="overwrite",
+                use_multipart=True,
+                chunk_size=_STREAMED_PART,
+                max_concurrency=_STREAMED_PARTS,
+            )
+
         with self._errors(key, "written"):
+            running = asyncio.ensure_future(put())
             try:
-                await obstore.put_async(
-                    self._store,
-                    key,
-                    given(),
-                    mode="overwrite",
-                    use_multipart=True,
-                    chunk_size=_STREAMED_PART,
-                    max_concurrency=_STREAMED_PARTS,
-                )
+                await asyncio.shield(running)
+            except asyncio.CancelledError:
+                cancelled = True
+                await outlast(asyncio.ensure_future(asyncio.wait([running], timeout=_ABORTS_WITHIN)))
+                running.cancel()
+                await outlast(running)
+                raise
             except Exception as error:
                 if isinstance(given_up, TieredCkptError):
                     raise given_up from error
@@ -208,17 +233,41 @@ class Client:
         return kind(text)
 
 
-def _opened(tier: ObjectTier) -> Any:
+class _Repeats(NamedTuple):
+    """What obstore itself does about requests that fail."""
+
+    timeout: timedelta
+    """Of one request."""
+    retry: dict[str, Any]
+
+
+_REPEATS_NOTHING = _Repeats(_UNLIMITED, {"max_retries": 0})
+"""What is repeated, and how long it may take, is decided around the store."""
+
+
+def _repeats_parts(tier: ObjectTier) -> _Repeats:
+    """As the wrappers of a store do with a put: what fails or is to wait is repeated, and not without end."""
+    seconds = tier.deadline + _STREAMED_PARTS * _STREAMED_PART / tier.min_bandwidth
+    return _Repeats(
+        timedelta(seconds=seconds),
+        {
+            "max_retries": _UNCOUNTED,
+            "retry_timeout": timedelta(seconds=(tier.retries + 1) * seconds),
+            "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
+        },
+    )
+
+
+def _opened(tier: ObjectTier, repeats: _Repeats) -> Any:
     endpoint = tier.service or ""
     common: dict[str, Any] = {
         "prefix": tier.prefix or None,
         "client_options": {
-            "timeout": _UNLIMITED,
+            "timeout": repeats.timeout,
             "connect_timeout": timedelta(seconds=tier.deadline),
             "allow_http": endpoint.startswith("http://"),
         },
-        # What is repeated, and how often, is decided around the store.
-        "retry_config": {"max_retries": 0},
+        "retry_config": repeats.retry,
     }
     return _MAKERS[type(tier)](tier, endpoint, common)
 
@@ -232,8 +281,14 @@ def _s3(tier: S3Tier, endpoint: str, common: dict[str, Any]) -> Any:
         "secret_access_key": _told(tier.secret_access_key),
         "session_token": _told(tier.session_token),
     }
-    if tier.profile is not None:
-        common["credential_provider"] = _of_profile(tier.name, tier.profile)
+    profile = tier.profile
+    if profile is None and tier.access_key_id is None:
+        profile = aws_profile.to_be_read()
+    if profile is not None:
+        told_by = "the environment or a file of AWS" if tier.profile is None else "`profile`"
+        common["credential_provider"] = aws_profile.provider(tier.name, profile, told_by)
+        # The profile's own, which the provider brings, comes last.
+        settings["region"] = tier.region or os.environ.get("AWS_REGION")
     # One DELETE for one object: not every server takes the request for many.
     return store.S3Store(tier.bucket, unsigned_payload=unsigned, disable_bulk_delete=True, **_given(settings), **common)
 
@@ -258,18 +313,6 @@ def _azure(tier: AzureTier, endpoint: str, common: dict[str, Any]) -> Any:
 
 
 _MAKERS: Mapping[type[ObjectTier], Callable[..., Any]] = {S3Tier: _s3, GcsTier: _gcs, AzureTier: _azure}
-
-
-def _of_profile(tier: str, profile: str) -> Any:
-    try:
-        from boto3.session import Session
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        raise Invalid(f"tier {tier!r}: `profile` is read by boto3, which is not there: pip install boto3") from error
-    try:
-        return Boto3CredentialProvider(Session(profile_name=profile))
-    except Exception as error:  # botocore's own kinds, of which there are many
-        raise Invalid(f"tier {tier!r}: the profile {profile!r} gives no credentials: {error}") from error
 
 
 def _secrets(tier: ObjectTier) -> tuple[str, ...]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
-from tieredckpt.engine.restoring.source import whole_record
+from tieredckpt.engine.restoring.moved import Moved, has_moved, places
+from tieredckpt.engine.restoring.source import report_silent
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.steps import Held
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId, StepRecord
 
 __all__ = ["StepCopy", "Wanted", "copies", "find_derived", "look_up"]
+
+_log = logging.getLogger("tieredckpt")
 
 StepCopy = tuple[StepId, StepRecord | None, State | None]
 """A step as it was saved, with its record, or a lossy copy of it, with the derivation that has it."""
@@ -91,6 +98,39 @@ async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] |
             state.find(None)  # which tells what there is
         return None
     found = (state.newest() if step is None else None) or state.find(step)
-    record = await whole_record(state, found)
+    record = await _whole_record(state, found)
     # What turned out unreadable is found no more.
     return await look_up(state, step) if record is None else (found, record)
+
+
+async def _whole_record(state: State, step: StepId) -> StepRecord | None:
+    """The record of a step with all that it has; None if its commit turns out unreadable wherever it was said to be.
+
+    Raises `TierUnavailable` when a tier that may have it does not answer.
+    """
+    silent: TierUnavailable | None = None
+    before = places(state, step)
+    for tier in state.holders(step):
+        held = tier.steps.held.get(step)
+        if held is None:
+            continue  # it left while another tier was asked
+        if held.whole:
+            return held.record
+        try:
+            record = (await step_index.load(tier, step)).record
+        except (Corrupt, NotFound) as error:
+            if await has_moved(state, step, before):
+                raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error
+            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+            tier.quarantine(step, error)
+            state.changed.notify()  # its tier is to get it anew
+        except TierUnavailable as error:
+            report_silent(state, tier, error)
+            silent = error
+        else:
+            if tier.steps.held.get(step) is held:  # and neither left meanwhile nor was committed anew
+                tier.steps.held[step] = Held(record, held.btree_key)
+            return record
+    if silent is not None:
+        raise silent
+    return None

@@ -20,7 +20,7 @@ from tieredckpt.concurrency import in_thread, settle, together
 from tieredckpt.engine import limits
 from tieredckpt.engine.restoring.inlet import Inlet, landing_together
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece, Target, deliver, pieces_of, put_small
-from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.restoring.source import StepSource, pinned
 from tieredckpt.engine.restoring.targets import check_targets
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.ram import Ram
@@ -103,10 +103,36 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, Target]) 
         far = await source.passing(source, far, sources)
     tier, far, absent = await source.on_one_tier(far)
     absent += await _counted(sources, tier, far, read_pieces(state, source, tier, far))
-    for piece in [*damaged, *absent]:
+    waiting = deque(await _from_other_tiers(state, source, tier, [*damaged, *absent], sources))
+
+    async def from_elsewhere(piece: Piece) -> None:
         tier = await _from_elsewhere(state, source, piece)
         sources[tier.name] = sources.get(tier.name, 0) + piece.wanted
+
+    async def one_by_one() -> None:
+        while waiting:
+            await from_elsewhere(waiting.popleft())
+
+    if waiting:  # the first one decides whether anybody has them: each may take several deadlines
+        await from_elsewhere(waiting.popleft())
+    await together([one_by_one() for _ in range(min(_REMOTE_READS, len(waiting)))])
     return sources
+
+
+async def _from_other_tiers(
+    state: State, source: StepSource, asked: Tier, pieces: list[Piece], sources: dict[str, int]
+) -> list[Piece]:
+    """Read what a tier did not deliver from the next ones that hold the step, as fast as each can; what is left."""
+    holders = [] if source.tier.derived else state.holders(source.step)
+    for tier in holders:
+        if not pieces:
+            break
+        if tier is asked or tier is source.tier or (source.near is not None and not tier.shared):
+            continue
+        async with pinned(tier, source.step):
+            there, pieces = await source.on_another_tier(tier, pieces)
+            pieces += await _counted(sources, tier, there, read_pieces(state, source, tier, there))
+    return pieces
 
 
 async def _counted(
@@ -223,9 +249,10 @@ async def _from_packs(
         largest = max(run.end - run.offset for run in waiting)
         runs_at_once = min(digested_reads or traits.digested_reads, max(1, limits.in_force.reads_under_way // largest))
     else:
+        reads = max(_REMOTE_READS, traits.digested_reads) if traits.remote else _REMOTE_READS
         # Besides what is being read, as much is being verified.
-        read = partial(_through_scratch, state, tier, encoding, reading=asyncio.Semaphore(_REMOTE_READS))
-        runs_at_once = 2 * _REMOTE_READS
+        read = partial(_through_scratch, state, tier, encoding, reading=asyncio.Semaphore(reads))
+        runs_at_once = 2 * reads
 
     async def reader() -> None:
         while waiting:

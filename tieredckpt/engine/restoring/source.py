@@ -14,21 +14,20 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.blobs.wrap import Overdue
-from tieredckpt.engine.restoring.moved import Moved, has_moved, places, unless_moved
+from tieredckpt.engine.restoring.moved import unless_moved
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.state.merged_ram import MergedRam, Near
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
-from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import Chunk, StepId, StepIndex, StepRecord
+from tieredckpt.format.manifest import Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "pinned", "whole_record"]
+__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "pinned", "report_silent"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -95,6 +94,8 @@ class StepSource:
     """Of several ranks: where chunks of the step are in the RAM of this machine; the index need not tell."""
     passing: Passing | None = None
     """Of several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
+    _bad: set[tuple[str, Extent | bytes]] = field(default_factory=set)
+    """Places, by tier, that turned out not to have their chunk intact."""
     _overdue: set[str] = field(default_factory=set)
     """Tiers whose last read was not answered in time."""
     _digests: dict[str, dict[bytes, Extent]] = field(default_factory=dict)
@@ -149,7 +150,7 @@ class StepSource:
                 except (Corrupt, NotFound, TierUnavailable) as error:
                     _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
                     unreadable.append((tier, error))
-                    _report_silent(state, tier, error)
+                    report_silent(state, tier, error)
                     if isinstance(error, Overdue) and asked_again[tier.name] < tier.config.retries:
                         asked_again[tier.name] += 1
                         waiting.append(tier)  # behind all others
@@ -185,7 +186,7 @@ class StepSource:
                 index = await self._index_on(tier)
             except TieredCkptError as error:
                 self.unreadable.append((tier, error))
-                _report_silent(self.state, tier, error)
+                report_silent(self.state, tier, error)
                 continue
             where = self._where(tier, index, key, ordinal, digest)
             if where is not None:
@@ -246,6 +247,26 @@ class StepSource:
                 there.append(dataclasses.replace(piece, chunk=Chunk(piece.chunk.digest, where)))
         return tier, there, absent
 
+    async def on_another_tier(self, tier: Tier, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+        """The pieces as they lie in packs of a tier by its index of the step, and those that do not."""
+        try:
+            index = await self._index_on(tier)
+        except TieredCkptError:
+            return [], pieces  # which `candidates` finds, too, and tells
+        there: list[Piece] = []
+        absent: list[Piece] = []
+        for piece in pieces:
+            where = self._where(tier, index, piece.key, piece.ordinal, piece.chunk.digest)
+            if (
+                isinstance(where, Extent)
+                and (tier.name, where) not in self._bad
+                and tier.encoding_of(where, piece.nbytes).fits(where.length, piece.nbytes)
+            ):
+                there.append(dataclasses.replace(piece, chunk=Chunk(piece.chunk.digest, where)))
+            else:
+                absent.append(piece)
+        return there, absent
+
     async def _shared(self) -> tuple[Tier | None, StepIndex | None]:
         """The nearest shared tier that holds the step, and its index there."""
         for tier in (self.tier, *self.state.holders(self.step)):
@@ -254,7 +275,7 @@ class StepSource:
                     return tier, await self._index_on(tier)
                 except TieredCkptError as error:
                     self.unreadable.append((tier, error))
-                    _report_silent(self.state, tier, error)
+                    report_silent(self.state, tier, error)
         return None, None
 
     async def _index_on(self, tier: Tier) -> StepIndex:
@@ -286,7 +307,7 @@ class StepSource:
                 await read_chunk(tier, where, chunk.digest, memory[:nbytes], self.state.pool)
             except (Corrupt, NotFound, TierUnavailable) as error:
                 last = error
-                self.note(tier, key, chunk, error)
+                self.note(tier, key, Chunk(chunk.digest, where), error)
                 if isinstance(error, TierUnavailable):
                     silent.append(tier.name)
             else:
@@ -313,7 +334,8 @@ class StepSource:
         """
         late: list[tuple[Tier, Extent | bytes]] = []
         async for tier, where in self.candidates(key, ordinal, digest):
-            if not (tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal)):
+            listed = tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal)
+            if not listed and (tier.name, where) not in self._bad:
                 yield tier, where
             if tier.name in self._overdue:
                 late.append((tier, where))
@@ -331,47 +353,15 @@ class StepSource:
         key = layout.array_key(key)
         level = _level(self.state, error)
         _log.log(level, "%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
-        _report_silent(self.state, tier, error)
+        report_silent(self.state, tier, error)
         (self._overdue.add if isinstance(error, Overdue) else self._overdue.discard)(tier.name)
         if isinstance(error, TierUnavailable):
             self.silence = error
         else:
+            self._bad.add((tier.name, chunk.where))
             if isinstance(chunk.where, Extent):
                 tier.chunks.distrust(chunk.digest, chunk.where)
             self.damage.append(Damage(tier, chunk.digest, key, error))
-
-
-async def whole_record(state: State, step: StepId) -> StepRecord | None:
-    """The record of a step with all that it has; None if its commit turns out unreadable wherever it was said to be.
-
-    Raises `TierUnavailable` when a tier that may have it does not answer.
-    """
-    silent: TierUnavailable | None = None
-    before = places(state, step)
-    for tier in state.holders(step):
-        held = tier.steps.held.get(step)
-        if held is None:
-            continue  # it left while another tier was asked
-        if held.whole:
-            return held.record
-        try:
-            record = (await step_index.load(tier, step)).record
-        except (Corrupt, NotFound) as error:
-            if await has_moved(state, step, before):
-                raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error
-            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-            tier.quarantine(step, error)
-            state.changed.notify()  # its tier is to get it anew
-        except TierUnavailable as error:
-            _report_silent(state, tier, error)
-            silent = error
-        else:
-            if tier.steps.held.get(step) is held:  # and neither left meanwhile nor was committed anew
-                tier.steps.held[step] = Held(record, held.btree_key)
-            return record
-    if silent is not None:
-        raise silent
-    return None
 
 
 def _level(state: State, error: TieredCkptError) -> int:
@@ -379,7 +369,8 @@ def _level(state: State, error: TieredCkptError) -> int:
     return logging.INFO if state.read_only and isinstance(error, NotFound) else logging.WARNING
 
 
-def _report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:
+def report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:
+    """Have a tier that does not answer left alone for a while."""
     # Once: of many reads that fail together, each would lengthen the wait until the tier is tried again.
     if isinstance(error, TierUnavailable) and tier.health.error is None and not state.read_only:
         state.report(tier, error)

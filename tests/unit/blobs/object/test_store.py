@@ -344,21 +344,6 @@ def test_a_process_that_was_forked_is_told_so_and_does_not_hang(s3_place: Place)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.usefixtures("no_signature")
-async def test_a_profile_gives_credentials_by_boto3(
-    s3_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = an-id\naws_secret_access_key = a-key\n")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    settings = s3_place.tier(access_key_id=None, secret_access_key=None, profile="mine")
-    store = await S3.open(S3Tier(name="s3", **settings))
-    await store.put("a", [b"x"])
-    await store.close()
-    with pytest.raises(Invalid, match="the profile 'yours' gives no credentials"):
-        await S3.open(S3Tier(name="s3", **settings | {"profile": "yours"}))
-
-
 async def test_what_a_server_does_not_honour_is_not_asked_for(s3_place: Place, between: Proxy) -> None:
     store = await opened(s3_place, between, read_only=True)
     assert not store.traits.create_only

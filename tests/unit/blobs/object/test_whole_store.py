@@ -14,8 +14,8 @@ from reliability.ranks import World
 from support.cohort import Cohort, assert_whole
 from support.limits import limit
 from support.object_stores import CREDENTIALS, Place
-from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, lose_reply, slow_down
-from support.scenes import SOON, Heard, assert_same, config, crash, ram, tree
+from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late, lose_reply, slow_down
+from support.scenes import CHUNK, SOON, Heard, assert_same, config, crash, ram, tree
 from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
@@ -88,6 +88,24 @@ async def test_few_requests_are_made(settings: StoreConfig, between: Proxy) -> N
     async with CheckpointStore.open(settings, read_only=True) as store:
         assert [info.step for info in await store.steps()] == [1, 2]
         assert {verb for verb, _ in between.asked} <= {"GET", "LIST", "HEAD"}
+
+
+@pytest.mark.parametrize("codec", ["none", "fast"])
+async def test_a_restore_reads_as_many_ranges_at_a_time_as_the_tier_takes(
+    s3_place: Place, between: Proxy, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """Compressed packs too, whose frames wait in scratch memory, which is bounded, until they are decoded."""
+    limit(monkeypatch, read_run=CHUNK)
+    saved = {f"w{at}": np.arange(at, at + CHUNK // 8) for at in range(120)}
+    async with CheckpointStore.open(config({"s3": s3_place.tier(between.url, codec=codec, concurrency=9)})) as store:
+        await store.save(1, saved)
+        await total(between, store)
+        between.most_under_way = 0
+        between.fail("GET", late, key="packs/", times=None)
+        restored = await store.restore()
+    assert restored is not None
+    assert_same(restored.tree, saved)
+    assert between.most_under_way == 2 * 9
 
 
 @pytest.mark.parametrize(

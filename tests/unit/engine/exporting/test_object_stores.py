@@ -166,11 +166,9 @@ def test_an_export_that_does_not_end_leaves_no_parts_of_a_file(
     else:
         store.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
 
-    def left() -> Any:
-        bucket = s3_place.url.split("/")[2]
-        return s3_place.bucket._client.list_multipart_uploads(Bucket=bucket, Prefix=s3_place.prefix).get("Uploads")
-
-    eventually(lambda: not left(), "parts of a file are left on the server")  # which may hear of it later
+    eventually(
+        lambda: not s3_place.bucket.uploads(), "parts of a file are left on the server"
+    )  # which may hear of it later
     assert set(s3_place.bucket.sizes()) == {"step-1/tieredckpt.json"}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reliability.tiers import FaultyTiers
 from support.insight import flip_chunk, tier_of
 from support.limits import limit
 from support.scenes import CHUNK, assert_same, config, folder, tree
@@ -17,6 +18,7 @@ from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.engine.restoring import reader
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece
 from tieredckpt.engine.scratch import Scratch
+from tieredckpt.errors import NotFound
 from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.manifest import Chunk
 from tieredckpt.format.ocdbt import Extent
@@ -27,12 +29,12 @@ RUN = 4 * CHUNK
 class Watching:
     """Notes what is read of a tier's packs, and how much of it is under way at most."""
 
-    def __init__(self, store: CheckpointStore, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, store: CheckpointStore, patch: pytest.MonkeyPatch, tier: str = "disk") -> None:
         self.read: list[tuple[str, int, int]] = []
         self.under_way = self.most = 0
         self.most_scratch = 0
         self._scratch: Scratch = store._life.engine.state.scratch
-        blobs = tier_of(store, "disk").store
+        blobs = tier_of(store, tier).store
         assert isinstance(blobs, GetDigested)
         self._get_digested = blobs.get_digested
         self.digested_reads = blobs.traits.digested_reads
@@ -64,6 +66,34 @@ async def restored(saved: dict[str, Any], path: Path, patch: pytest.MonkeyPatch,
     assert found is not None
     assert_same(found.tree, saved)
     return watching
+
+
+@pytest.mark.parametrize("failure", ["hangs", "is damaged"])
+async def test_what_the_nearest_tier_does_not_deliver_is_read_from_the_next_as_fast_as_that_can(
+    tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    """Neighbours together, several runs at a time, and nothing of it twice."""
+    limit(monkeypatch, read_run=RUN)
+    saved = tree(1, arrays=20)
+    settings = config({name: folder(tmp_path / name, deadline=1.0, retries=100) for name in ("near", "far")})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, saved)).reached("far")
+        if failure == "hangs":
+            faults["near"].hold("get_into", key="packs/*", times=None)
+        else:
+            faults["near"].fail("get_into", NotFound("gone"), key="packs/*", times=None)
+        faults["far"].delay("get_into", 0.05, times=None)
+        watching = Watching(store, monkeypatch, "far")
+        before = len(faults["far"].calls)
+        found = await store.restore()
+        asked = sum(call.verb == "get_into" for call in faults["far"].calls[before:])
+        faults["near"].clear()
+    assert found is not None
+    assert_same(found.tree, saved)
+    assert found.sources["far"] > 20 * 2 * CHUNK
+    watching.assert_nothing_was_read_twice()
+    assert 1 < watching.most <= watching.digested_reads
+    assert asked <= len(watching.read) // 2  # runs, not chunks
 
 
 async def test_every_byte_is_read_once_and_straight_to_where_it_goes(

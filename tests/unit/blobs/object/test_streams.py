@@ -1,0 +1,96 @@
+"""Objects that are streamed in parts: what fails on the way is repeated, and what ends for good leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from support.object_stores import Place
+from support.proxy import Fault, Proxy, deny, internal_error, late, lose_reply, slow_down
+
+from tieredckpt.blobs.base import PutStream
+from tieredckpt.blobs.object.kind import S3
+from tieredckpt.blobs.object.store import ObjectStore
+from tieredckpt.config.object_tiers import S3Tier
+from tieredckpt.errors import TierUnavailable
+from tieredckpt.testing.backdoor import pattern
+
+MIB = 1 << 20
+PART = "partNumber="
+
+
+@pytest.fixture
+async def store(s3_place: Place, between: Proxy) -> AsyncIterator[ObjectStore]:
+    store = await S3.open(S3Tier(name="s3", **s3_place.tier(between.url, deadline=2, retries=1)))
+    assert isinstance(store, ObjectStore)
+    between.restart_count()
+    yield store
+    await store.close()
+
+
+async def pieces(nbytes: int) -> AsyncIterator[bytes]:
+    for at in range(0, nbytes, 8 * MIB):
+        yield pattern(min(8 * MIB, nbytes - at), at)
+
+
+def whole(nbytes: int) -> bytes:
+    return b"".join(pattern(min(8 * MIB, nbytes - at), at) for at in range(0, nbytes, 8 * MIB))
+
+
+@pytest.mark.parametrize("fault", [slow_down, internal_error, lose_reply])
+async def test_parts_that_fail_or_are_to_wait_are_sent_again(
+    store: ObjectStore, s3_place: Place, between: Proxy, fault: Fault
+) -> None:
+    assert isinstance(store, PutStream)
+    between.fail("PUT", fault, key=PART, times=4)
+    await store.put_stream("large", pieces(40 * MIB))
+    assert s3_place.bucket.read("large") == whole(40 * MIB)
+    assert between.count["PUT"] == 3 + 4
+
+
+@pytest.mark.parametrize(("fault", "times"), [(slow_down, None), (deny, 1)])
+async def test_parts_that_fail_for_good_end_the_upload_and_leave_nothing(
+    store: ObjectStore, s3_place: Place, between: Proxy, fault: Fault, times: int | None
+) -> None:
+    """Within the time that a put of a tier would be tried."""
+    between.fail("PUT", fault, key=PART, times=times)
+    began = time.monotonic()
+    with pytest.raises(TierUnavailable):
+        await store.put_stream("large", pieces(40 * MIB))
+    assert time.monotonic() - began < 60
+    assert not s3_place.bucket.sizes().keys() & {"large"}
+    await nothing_left(s3_place)
+
+
+async def test_a_part_that_hangs_is_given_up_and_sent_again(
+    store: ObjectStore, s3_place: Place, between: Proxy
+) -> None:
+    hang = between.hang("PUT", key=PART)
+    try:
+        await store.put_stream("large", pieces(40 * MIB))
+    finally:
+        hang.release()
+    assert s3_place.bucket.read("large") == whole(40 * MIB)
+
+
+async def test_an_upload_that_is_cancelled_leaves_nothing(store: ObjectStore, s3_place: Place, between: Proxy) -> None:
+    between.fail("PUT", late, key=PART, times=None)
+    running = asyncio.ensure_future(store.put_stream("large", pieces(400 * MIB)))
+    while not await asyncio.to_thread(s3_place.bucket.uploads):
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await nothing_left(s3_place)
+    assert "large" not in s3_place.bucket.sizes()
+
+
+async def nothing_left(place: Place) -> None:
+    """The server may hear of it later."""
+    for _ in range(600):
+        if not await asyncio.to_thread(place.bucket.uploads):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError("parts are left on the server")

@@ -1,0 +1,102 @@
+"""Where credentials of AWS are, and those that obstore does not find by itself: of a profile of ``~/.aws``, by boto3.
+
+A profile may have keys, a role to assume, single sign-on or a program that gives them. Sources of credentials are asked
+in the order of the AWS CLI: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-authentication.html.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tieredckpt.errors import Invalid
+
+__all__ = ["for_tensorstore", "provider", "to_be_read"]
+
+_TTL = timedelta(minutes=10)
+"""For which what boto3 has given is used: it gives nothing that ends sooner, and obstore asks it no earlier."""
+
+_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+_GIVES = frozenset(
+    {
+        "aws_access_key_id",
+        "credential_process",
+        "credential_source",
+        "login_session",
+        "role_arn",
+        "source_profile",
+        "sso_account_id",
+        "sso_session",
+        "sso_start_url",
+        "web_identity_token_file",
+    }
+)
+"""Settings of a profile by which it gives credentials; others, such as the region, give none."""
+
+
+def to_be_read() -> str | None:
+    """The profile that the environment or the files of AWS tell to use; None where the environment has credentials."""
+    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1"):
+        return None
+    if (name := os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")) is not None:
+        return name
+    if os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return None  # which comes before the default profile, and obstore reads
+    return "default" if any(map(_gives, _FILES)) else None
+
+
+def provider(tier: str, profile: str, told_by: str) -> Any:
+    """What gives obstore the credentials of a profile, and renews them. Blocking. Raises `Invalid`.
+
+    ``told_by`` says who named the profile, for messages.
+    """
+    try:
+        from boto3.session import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise Invalid(
+            f"tier {tier!r}: {told_by} names the profile {profile!r}, which is read by boto3, and that is not there: "
+            f"pip install boto3, or give credentials in the environment (AWS_ACCESS_KEY_ID)"
+        ) from error
+    try:
+        return Boto3CredentialProvider(Session(profile_name=profile), ttl=_TTL)
+    except Exception as error:  # botocore's own kinds, of which there are many
+        raise Invalid(f"tier {tier!r}: the profile {profile!r} gives no credentials: {error}") from error
+
+
+def _gives(variable: str) -> bool:
+    """Whether the default profile gives credentials, by one of the two files."""
+    return not _GIVES.isdisjoint(_settings(os.environ.get(variable) or _FILES[variable], "default"))
+
+
+def for_tensorstore() -> dict[str, str] | None:
+    """Where the credentials are, as TensorStore's ``aws_credentials`` says it; None where it has no word for that."""
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        return {"type": "environment"}
+    paths = {of: str(Path(os.environ.get(of) or usual).expanduser()) for of, usual in _FILES.items()}
+    if (profile := to_be_read()) is not None:
+        keys, config = paths.values()
+        if "aws_access_key_id" not in _settings(keys, profile):
+            return None
+        # A file that is not there is an error to its SDK.
+        config = config if os.path.isfile(config) else keys
+        return {"type": "profile", "profile": profile, "credentials_file": keys, "config_file": config}
+    if os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return None
+    in_container = {"AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"} & {*os.environ}
+    return {"type": "ecs" if in_container else "imds"}
+
+
+def _settings(path: str, profile: str) -> frozenset[str]:
+    """The settings of a profile in a file; of one that is malformed all, and boto3 tells what is wrong."""
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read(Path(path).expanduser(), encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):
+        return _GIVES
+    except (OSError, RuntimeError):
+        return frozenset()
+    return frozenset(parser.options(profile)) if parser.has_section(profile) else frozenset()
