@@ -30,7 +30,8 @@ from tieredckpt.engine.opening.connect import connect as connect_tier
 from tieredckpt.engine.opening.ram import judged_within
 from tieredckpt.engine.opening.ram_choice import may_return, notes
 from tieredckpt.engine.opening.scan import scan_tier
-from tieredckpt.engine.state.state import Role
+from tieredckpt.engine.state.adoption import adopt_newest
+from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.tier.lease import Holder, lives_here
 from tieredckpt.engine.wire_types import Failure
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
@@ -253,7 +254,7 @@ class Agent:
             _log.info("RAM cannot be seen: %s", error)
         else:
             ram.health.error = None
-            state.adopt_line()
+            adopt_newest(state)
             self._engine.prepare_memory()
         state.changed.notify()
 

@@ -46,8 +46,10 @@ from tieredckpt.engine.saving.moment import Moment
 from tieredckpt.engine.saving.save import Saved, Writer, versions
 from tieredckpt.engine.saving.snapshot import snapshot_size
 from tieredckpt.engine.scratch import Scratch
+from tieredckpt.engine.state.adoption import adopt_late_tier
 from tieredckpt.engine.state.branch import Origin
-from tieredckpt.engine.state.state import Role, State
+from tieredckpt.engine.state.membership import Membership, Role
+from tieredckpt.engine.state.state import DerivedState, State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
@@ -143,18 +145,17 @@ class Engine:
                 shared=any(kind_of(tier).shares_memory for tier in config.tiers),
             ),
             read_only=self._read_only,
-            role=self._role,
+            membership=Membership(role=self._role),
         )
         self.collector = Collector(self.state)
         self.mode = self._make_mode(group)
-        self.state.derivations = tuple(map(self.state.derivation, derived))
-        self._deriving = {each.tiers[-1].name: Collector(each) for each in self.state.derivations}
+        self.state.derivations = tuple(DerivedState.of(self.state, tier) for tier in derived)
+        self._deriving = {each.target.name: Collector(each) for each in self.state.derivations}
         connect_ram(self.state, sharers=_sharers(config.ram, group), folder=self._ram)
         self.admin = self.mode.admin
         if self._role is not Role.TRAINER:  # whose agent carries them out
             self.admin.derived = {
-                each.tiers[-1].name: _admin_of(each, self._deriving[each.tiers[-1].name])
-                for each in self.state.derivations
+                each.target.name: _admin_of(each, self._deriving[each.target.name]) for each in self.state.derivations
             }
         self.mending = BackgroundRepair(self.state, self.collector, self.mode.mend_elsewhere)
         flattener = Flattener()
@@ -181,7 +182,7 @@ class Engine:
             promoter = Promoter(self.state, self.collector, tier, self._reconnect, mode.promote, mode.tell_stuck)
             self._promote_to(tier, promoter)
         for derivation in self.state.derivations:
-            if self.state.manages(tier := derivation.tiers[-1]):
+            if self.state.manages(tier := derivation.target):
                 collector = self._deriving[tier.name]
                 derive = partial(copy_step, derivation, collector)
                 self._promote_to(tier, Promoter(derivation, collector, tier, self._reconnect, derive))
@@ -219,7 +220,7 @@ class Engine:
         if tier.ram is not None:
             await tier.disconnect()  # its folder went away, and the slab with it
         await connect(self.state, tier)
-        self.state.meet(tier)
+        adopt_late_tier(self.state, tier)
         if tier is self.state.tiers[0]:
             self.prepare_memory(self._snapshot)
             await self.mode.reopened()

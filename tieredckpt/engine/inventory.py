@@ -14,7 +14,8 @@ from tieredckpt.engine.restoring.deriving import open_derived
 from tieredckpt.engine.restoring.lookup import find_derived
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.tensorstore_spec import array_spec
-from tieredckpt.engine.state.state import State, numbers
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.views import numbers
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import slab_size

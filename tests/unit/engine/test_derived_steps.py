@@ -18,6 +18,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.saving.copy_to_slab import _waiting_helps
+from tieredckpt.engine.state.promotions import promoting
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
 from tieredckpt.events import ChunkRepaired, StepPromoted, StepRestored
@@ -378,7 +379,7 @@ async def test_no_save_waits_for_what_a_lossy_tier_reads_that_does_not_answer(
         first, (archive,) = state.tier("ram"), state.derived
         async with pinned(first, state.find(1)):
             assert _waiting_helps(state, first)
-            with state.promoting(archive):
+            with promoting(state, archive):
                 monkeypatch.setattr(Tier, "responsive", property(lambda tier: tier is not archive))
                 assert not _waiting_helps(state, first)
 

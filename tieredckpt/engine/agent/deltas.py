@@ -14,6 +14,7 @@ from tieredckpt._decoders import converted
 from tieredckpt.config import StoreConfig, dump_with_secrets
 from tieredckpt.engine.agent.messages import Happened, InRam, OnTier
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.views import write_bandwidth
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, HeldStep, brief
@@ -131,7 +132,7 @@ class TierNews:
             stuck=tuple((step, Failure.of(error)) for step, error in tier.steps.stuck.items()),
             tombstones=tuple(tier.steps.tombstones),
             used=tier.used,
-            bandwidth=self._state.write_bandwidth(tier),
+            bandwidth=write_bandwidth(tier),
             promotions=tier.steps.promotions,
             note=tier.health.note,
             failure=None if tier.health.error is None else Failure.of(tier.health.error),

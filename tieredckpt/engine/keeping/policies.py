@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from tieredckpt._callbacks import Callback, is_failure
-from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.state import DerivedState, State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
 from tieredckpt.policy.base import StoreView, TierView
@@ -100,9 +100,9 @@ def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy:
     return any(_waits_for_derivation(each, step, tier, only_healthy=only_healthy) for each in state.derivations)
 
 
-def _waits_for_derivation(derivation: State, step: StepId, tier: Tier, *, only_healthy: bool) -> bool:
+def _waits_for_derivation(derivation: DerivedState, step: StepId, tier: Tier, *, only_healthy: bool) -> bool:
     """As `waits_for_promotion`, for a step that is to be derived from the tier."""
-    other = derivation.tiers[-1]
+    other = derivation.target
     if tier not in derivation.tiers[:-1] or step in other.steps.stuck:
         return False
     return ((other.healthy and other.responsive) or not only_healthy) and is_due(derivation, step, other)

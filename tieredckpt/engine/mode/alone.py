@@ -19,6 +19,7 @@ from tieredckpt.engine.restoring.restore import Unreadable
 from tieredckpt.engine.restoring.source import ChosenStep, Damage
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.saving.slower_tiers import OwnTiers, SlowerTiers
+from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -66,7 +67,7 @@ class Alone:
         """Open the tiers, and continue the newest branch."""
         await open_tiers()
         await open_read_only_ram(self.state)
-        self.state.adopt_line()
+        adopt_newest(self.state)
 
     async def reopened(self) -> None:
         """The first tier was connected anew."""

@@ -45,7 +45,7 @@ class AmongRanks(Alone):
     ) -> None:
         if not state.read_only:
             _check_derived(state.config.tiers)
-        state.membership = Membership(group.rank, group.size, tuple(group.local_ranks))
+        state.membership = Membership(group.rank, group.size, tuple(group.local_ranks), state.membership.role)
         self.ranked = Ranked(state, collector, group, open_tiers, partial(look_up, state), promote_at_once)
         self.tell_stuck = self.ranked.tell_stuck
         super().__init__(state, collector)

@@ -25,7 +25,8 @@ from tieredckpt.engine.opening.ram import attach_ram, find, mark_ram, note_owner
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.opening.stale_ram import remove_stale_ram
-from tieredckpt.engine.state.state import Role, State
+from tieredckpt.engine.state.membership import Role
+from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
@@ -317,7 +318,7 @@ async def identify(
     )
     state.identity.marker = None if choice.marker is None else choice.marker.of_store
     state.identity.made_up = choice.provisional
-    if state.role is Role.AGENT and state.identity.marker is None:  # whose trainer knows better
+    if state.membership.role is Role.AGENT and state.identity.marker is None:  # whose trainer knows better
         state.identity.marker = next((each.marker for each in found), None)
     elif state.identity.marker is None and not state.read_only:
         state.identity.marker, state.identity.made_up = StoreMarker(store=str(uuid.uuid4())), True

@@ -22,6 +22,7 @@ from tieredckpt.engine.promoting.pack_writer import Batch, Payload, write_packs
 from tieredckpt.engine.promoting.room import expected, have_room, within_capacity
 from tieredckpt.engine.restoring.deriving import DerivedSource, RoundedSource
 from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
@@ -90,7 +91,7 @@ async def copy_step(
     copy = partial(
         _copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {}, origin=origin or state
     )
-    with state.promoting(tier):
+    with promoting(state, tier):
         return await (copy() if again or origin is not None else evicting_older(state, collector, step, tier, copy))
 
 
@@ -145,7 +146,7 @@ async def _copy(
                 check_wanted(step, tier)
             await commit_file.commit(tier, record, located, encoded, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
-            state.tell_promoted(source.index.record, tier, written.nbytes, begin, again=again)
+            report_promoted(state, source.index.record, tier, written.nbytes, begin, again=again)
         return written.nbytes
 
 

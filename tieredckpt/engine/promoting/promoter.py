@@ -17,6 +17,7 @@ from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
 from tieredckpt.engine.keeping.policies import is_due
 from tieredckpt.engine.opening.connect import reopen
 from tieredckpt.engine.restoring.source import SilentSource
+from tieredckpt.engine.state.promotions import promoting
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.steps import IndeterminateDelete
@@ -170,7 +171,7 @@ class Promoter:
     async def _promote(self, step: StepId) -> None:
         self.busy = step
         try:
-            with self._state.promoting(self.tier):  # from now on, not from when the task first runs
+            with promoting(self._state, self.tier):  # from now on, not from when the task first runs
                 self._copying = asyncio.create_task(self._copy(step, self.tier))
                 try:
                     await self._copying

@@ -48,6 +48,7 @@ from tieredckpt.engine.ranks.reports import Reports
 from tieredckpt.engine.ranks.restore.restore import CollectiveRestores
 from tieredckpt.engine.ranks.schedule import Plan
 from tieredckpt.engine.saving.save import Saved
+from tieredckpt.engine.state.adoption import adopt_if_gone
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
@@ -276,7 +277,7 @@ class Ranked:
                 self.votes.parts.pop(step, None)
                 self.votes.merged_steps.forget(step)
                 self._give_back()
-            state.adopt_if_gone(step)  # as the others do
+            adopt_if_gone(state, step)  # as the others do
             self.group.tell(Evicted(event.step, event.serial, event.tier))
         elif isinstance(event, TierFailed) and state.tier(event.tier).shared:
             self.group.tell(TierNews(event.tier, Failure.of(event.error), event.retry_in))
@@ -350,14 +351,14 @@ class Ranked:
         step, tier = StepId(evicted.serial, evicted.step), self._state.tier(evicted.tier)
         if tier.in_memory:
             if step not in tier.steps.held:
-                self._state.adopt_if_gone(step)
+                adopt_if_gone(self._state, step)
                 return
             await self._collector.evictor.let_part_go(step, tier)
             self._give_back()
         else:
             tier.steps.drop(step)
             tier.steps.tombstones.add(step)
-        self._state.adopt_if_gone(step)
+        adopt_if_gone(self._state, step)
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         if tier.in_memory:
             self._gone.remove((step.serial, step.step))  # rank 0 knows

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tieredckpt.concurrency import in_thread, together
 from tieredckpt.config.lossy import LossyRule
 from tieredckpt.engine.restoring.source import StepSource
-from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.state import DerivedState, State
 from tieredckpt.engine.tier.tier import RoundedChunk, Tier, ToRound
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
@@ -87,7 +87,7 @@ class RoundedSource(StepSource):
 
         Raises as `StepSource.open` and `StepSource.read`.
         """
-        async with StepSource.open(state.exact or state, step) as exact:
+        async with StepSource.open(_exact(state), step) as exact:
             plan = await in_thread(_Plan.of, exact.index, tier.config.lossy)
             index = await _rounded_index(state, exact, tier, plan)
             yield cls(state, step, exact.tier, index, exact=exact, bounds=plan.bounds, remembered=tier.rounded)
@@ -136,7 +136,7 @@ class DerivedSource(StepSource):
         """Fill ``memory`` with the chunk by the step's own rules; whence, None if it is not what it was."""
         array, how = self.index.arrays[key], self.index.record.derived
         nbytes, wanted = array.grid.cell_nbytes, array.chunks[ordinal].digest
-        async with StepSource.open(self.state.exact or self.state, self.step) as exact:
+        async with StepSource.open(_exact(self.state), self.step) as exact:
             there = exact.index.arrays.get(key)
             if there is None or there.grid != array.grid or there.dtype != array.dtype:
                 return None
@@ -256,3 +256,8 @@ def _round(memory: Bytes, dtype: np.dtype[Any], bound: Bound) -> RoundedChunk | 
     """Round a chunk in place; None if it is to stay as it was, which ``memory`` may not have any more."""
     worst = round_values(memory, dtype, bound)
     return None if worst is None else RoundedChunk(digest_array(memory), worst)
+
+
+def _exact(state: State) -> State:
+    """The state of the exact steps, from which ``state`` derives its own."""
+    return state.exact if isinstance(state, DerivedState) else state

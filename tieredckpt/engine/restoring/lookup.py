@@ -61,8 +61,8 @@ def find_derived(state: State, step: int | StepId | None, tier: str | None = Non
     found = [
         (held, each)
         for each in state.derivations
-        for held in each.tiers[-1].steps.held
-        if step in (None, held, held.step) and tier in (None, each.tiers[-1].name)
+        for held in each.target.steps.held
+        if step in (None, held, held.step) and tier in (None, each.target.name)
     ]
     order = ((step is not None and state.on_line(held.serial), held) for held, _ in found)
     chosen = max(order, default=(False, None))[1]

@@ -24,7 +24,8 @@ from tieredckpt.engine.restoring.restored import Restored
 from tieredckpt.engine.restoring.source import ChosenStep, Damage, StepSource
 from tieredckpt.engine.restoring.targets import check_memory, empty_targets, given_on_device, new_on_device
 from tieredckpt.engine.restoring.views import damage_of, view_step
-from tieredckpt.engine.state.state import State, numbers
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.views import numbers
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable

@@ -17,7 +17,7 @@ from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places, unless_moved
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.state.merged_ram import MergedRam, Near
-from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.state import State, lossy_hint
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
@@ -127,7 +127,7 @@ class StepSource:
     ) -> AsyncIterator[StepSource]:
         if step in state.deleting:
             raise NotFound(f"{step} is being deleted")
-        merged = chosen or (state.read_only_steps.get(step) if only is None else None)
+        merged = chosen or (state.reader.ram_steps.get(step) if only is None else None)
         if merged is not None:
             passing = None if chosen is None else chosen.passing
             async with merged.near() as near:
@@ -301,7 +301,7 @@ class StepSource:
             f"array {layout.array_key(key)!r} of {self.step} is lost: no tier has its chunk {ordinal} intact"
             + (f" (last: {last})" if last else "")
             + "; older steps may be whole, see `tieredckpt ls`"
-            + self.state.lossy_hint(self.step.step)
+            + lossy_hint(self.state.derived, self.step.step)
         )
 
     async def _in_turn(

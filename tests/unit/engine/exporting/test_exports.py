@@ -447,7 +447,7 @@ def test_an_export_reads_nothing_while_a_save_copies(
     monkeypatch.setattr(held_step, "fill", watched)
 
     async def copy(until: asyncio.Event) -> None:
-        with state.copying():
+        with state.ram_gate.copying():
             await until.wait()
 
     async def begin() -> tuple[asyncio.Event, asyncio.Task[None]]:

@@ -37,6 +37,7 @@ from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import Aborted, Done, Promote
 from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
@@ -113,7 +114,7 @@ class Commits:
             return 0
         begin = time.monotonic()
         try:
-            with self._state.promoting(tier):
+            with promoting(self._state, tier):
                 commit = partial(self._commit, step, tier, parts, begin)
                 return await evicting_older(self._state, self._collector, step, tier, commit)
         except Exception as error:
@@ -151,7 +152,7 @@ class Commits:
             if step in self._state.membership.undecided:  # it did not fit into RAM
                 self._state.branch.committed(index.record)
             # Before anybody can tell that it was evicted again.
-            self._state.tell_promoted(index.record, tier, self.written.pop((step, tier.name), 0), begin)
+            report_promoted(self._state, index.record, tier, self.written.pop((step, tier.name), 0), begin)
             for array in index.arrays.values():
                 for chunk in array.chunks:
                     if isinstance(chunk.where, Extent) and not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
@@ -267,7 +268,7 @@ class Commits:
         data = await group.communicator.recv(COORDINATOR, f"todo/{order.number}", timeout=group.deadline)
         todo: dict[int, bytes] = decode(data, dict[int, bytes])
         async with tier.packs.guard:
-            with self._state.promoting(tier):
+            with promoting(self._state, tier):
                 done = await self._contribute(step, tier, todo)
         await group.communicator.send([COORDINATOR], f"done/{order.number}", encode(done))
 
