@@ -161,7 +161,7 @@ class ReplicasDiffer(Event):
 class StepPromoted(Event):
     """A step was committed on a slower tier; ``written`` counts the bytes of its new packs, those of this rank.
 
-    ``seconds`` is what copying it took, and ``lag`` the time since its save; 0 where it was there and is mended.
+    ``seconds`` is what copying it took, and ``lag`` the time since its save; 0 where it was there and is repaired.
     """
 
     step: int

@@ -5,7 +5,7 @@
 A trainer saves, and now and then restores, verifies, collects, moves and rolls back, while the calls of its two
 slower tiers fail, hang, lie, lose their answers or find no room, and the tiers come and go (`faulty`). After some
 rounds the faults end and it is *calm*: everything must get to where it is due, bytes that were damaged on a medium
-meanwhile must be mended, what was acknowledged must be there and be restored bit for bit, and what the process
+meanwhile must be repaired, what was acknowledged must be there and be restored bit for bit, and what the process
 takes is measured (`gauges`). Some calms end with the process: the store is closed, or left as by a crash, and
 opened again.
 """
@@ -61,7 +61,7 @@ class Soaked:
     promotions: int = 0
     restores: int = 0
     compared: int = 0
-    """Copies of steps that were read whole and found intact, or mended."""
+    """Copies of steps that were read whole and found intact, or repaired."""
     damaged: int = 0
     """Bits that were inverted where they lie."""
     repaired: int = 0

@@ -74,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Serial of the step that was restored last by number and whole, and whether it was to resume."""
         self.ignored: list[OriginIgnored] = []
         self.flipped: set[tuple[str, int]] = set()
-        """Tiers with the contents of which a chunk was damaged there, mended since or not."""
+        """Tiers with the contents of which a chunk was damaged there, repaired since or not."""
 
     # -- what the rules are made of -----------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tieredckpt_policies import eviction, promotion, retention, schedule
 from tieredckpt_policies.retention import Band
 
 from tieredckpt.config import load, to_toml
-from tieredckpt.config.checks import doubtful
+from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.errors import Invalid
 from tieredckpt.policy.base import GROUP, Observed, Policy, StepView, StoreView, TierView, register
 from tieredckpt.testing.policies import PolicyTests, store_views
@@ -227,7 +227,7 @@ def test_every_preset_is_a_complete_configuration(name: str, tmp_path: Path) -> 
     config = load(copied)
     assert config.tiers[0].kind == "ram"
     assert len(config.tiers) > 1
-    assert doubtful(config) == []
+    assert probable_mistakes(config) == []
     assert load(tomllib.loads(to_toml(config))) == config
 
 

@@ -155,7 +155,7 @@ class Agent:
             self._dead = (*self._dead, wire.holder)  # for the next one's reckoning of failures
         except _Unfit as error:
             _log.error("%s", error)
-            await asyncio.sleep(_TRY_AGAIN)  # it closes its store, or is mended
+            await asyncio.sleep(_TRY_AGAIN)  # it closes its store, or is repaired
         except _Outdated as error:
             _log.info("%s", error)
             return True

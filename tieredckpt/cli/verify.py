@@ -1,4 +1,4 @@
-"""The verb `verify`: reads steps on their tiers, compares every digest, and mends damage on request."""
+"""The verb `verify`: reads steps on their tiers, compares every digest, and repairs damage on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def verify(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Whole tiers: every step, and the tier's own files.")] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Mend damage from the tiers that are intact; without STEP as with --all.")
+        bool, typer.Option("--repair", help="Repair damage from the tiers that are intact; without STEP as with --all.")
     ] = False,
     rate: Annotated[
         str | None,
@@ -131,8 +131,8 @@ def _result(each: Verified) -> str:
     if each.repaired:
         return f"repaired: {keys}"
     if each.lost:
-        mended = ", ".join(key for key in each.damaged if key not in each.lost)
-        return f"lost: {', '.join(each.lost)}" + (f"; mended: {mended}" if mended else "")
+        repaired = ", ".join(key for key in each.damaged if key not in each.lost)
+        return f"lost: {', '.join(each.lost)}" + (f"; repaired: {repaired}" if repaired else "")
     return f"damaged: {keys}: {each.problem}"
 
 

@@ -157,7 +157,7 @@ class Admin:
         repair: bool,
         progress: Callable[[int], None] | None,
     ) -> list[Verified]:
-        """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
+        """Read all of a step on one tier or on every tier that holds it, and repair what is damaged if asked."""
         if repair:
             self._state.check_writable("repair")
         if repair and name is not None:

@@ -157,10 +157,10 @@ class Engine:
             self.admin.derived = {
                 each.target.name: _admin_of(each, self._deriving[each.target.name]) for each in self.state.derivations
             }
-        self.mending = BackgroundRepair(self.state, self.collector, self.mode.mend_elsewhere)
+        self.background_repair = BackgroundRepair(self.state, self.collector, self.mode.repair_elsewhere)
         flattener = Flattener()
         self.restorer = Restorer(
-            self.state, self.mode, self.mending.behind, self.prepare, self.expect_saves_of, flattener
+            self.state, self.mode, self.background_repair.behind, self.prepare, self.expect_saves_of, flattener
         )
         self._writer = Writer(self.state, self.collector, self.mode.slower_tiers)
         self.prepared = True
@@ -179,7 +179,7 @@ class Engine:
         """Start what goes on behind the training."""
         for tier in filter(self.state.manages, self.state.tiers):
             mode = self.mode
-            promoter = Promoter(self.state, self.collector, tier, self._reconnect, mode.promote, mode.tell_stuck)
+            promoter = Promoter(self.state, self.collector, tier, self._reconnect, mode.promote, mode.report_stuck)
             self._promote_to(tier, promoter)
         for derivation in self.state.derivations:
             if self.state.manages(tier := derivation.target):
@@ -187,7 +187,7 @@ class Engine:
                 derive = partial(copy_step, derivation, collector)
                 self._promote_to(tier, Promoter(derivation, collector, tier, self._reconnect, derive))
         if self._config.exports and self.state.membership.rank == 0 and self._role is not Role.TRAINER:
-            self.exporter = Exporter(self.state, self._config.exports, self.mending.behind)
+            self.exporter = Exporter(self.state, self._config.exports, self.background_repair.behind)
             self._go_on(self.exporter.run(), "exports")
         if self._role is not Role.AGENT:
             self._go_on(keep_noted(self.state), "note of whose RAM it is")
@@ -291,7 +291,9 @@ class Engine:
             ram.slab.expect_no_more()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, self.mending.stop(), self._writer.frozen.stop(), return_exceptions=True)
+        await asyncio.gather(
+            *self._tasks, self.background_repair.stop(), self._writer.frozen.stop(), return_exceptions=True
+        )
         await self._release(keep_ram=keep_ram)
 
     async def _release(self, *, keep_ram: bool = True) -> None:
@@ -361,7 +363,7 @@ class Engine:
         """
         await self.captures.drained()
         await self._writer.frozen.drained()
-        await self.mending.drained()
+        await self.background_repair.drained()
         await self.mode.drained()
         await drained(self.state, self.promoters)
         await self.mode.told()

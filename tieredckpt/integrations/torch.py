@@ -40,8 +40,8 @@ from tieredckpt import (
     SyncStore,
     TieredCkptError,
 )
+from tieredckpt.integrations._copies import with_copies
 from tieredckpt.integrations._rng import rng_state, set_rng_state
-from tieredckpt.integrations._settled import with_copies
 
 __all__ = ["TrainingState"]
 

@@ -63,7 +63,7 @@ async def test_promise_12_a_lossy_copy_is_no_copy_of_the_step(tmp_path: Path, sh
         assert "last good copy" in why_not(engine.state, step, engine.state.tier("disk"))
         with pytest.raises(Conflict, match="last good copy"):
             await store.evict(1, "disk")
-        # It mends nothing: an exact chunk that is damaged everywhere stays lost, though its lossy copy is intact.
+        # It repairs nothing: an exact chunk that is damaged everywhere stays lost, though its lossy copy is intact.
         pack = next((tmp_path / "disk" / "packs").rglob("*.pack"))
         data = bytearray(pack.read_bytes())
         for offset in range(0, len(data) - layout.ALIGNMENT, layout.ALIGNMENT):
@@ -293,9 +293,9 @@ async def test_a_damaged_lossy_copy_is_derived_again_from_an_exact_one(tmp_path:
         (bad,) = await store.verify(1, "archive")
         assert bad.damaged
         assert not bad.repaired
-        (mended,) = await store.verify(1, "archive", repair=True)
-        assert mended.repaired
-        assert not mended.lost
+        (repaired,) = await store.verify(1, "archive", repair=True)
+        assert repaired.repaired
+        assert not repaired.lost
         assert heard.of(ChunkRepaired)
         (good,) = await store.verify(1, "archive")
         assert good.intact

@@ -22,7 +22,7 @@ import tensorstore as ts
 
 from tieredckpt._redact import redacted, redacted_text, secrets_of
 from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix, is_key
-from tieredckpt.concurrency import settle
+from tieredckpt.concurrency import until_done
 from tieredckpt.errors import (
     Closed,
     Conflict,
@@ -120,7 +120,7 @@ class KvStoreBlobs:
         if len(data) != len(into):
             raise ShortRead(f"{self._at(key)} ended after {len(data)} of {len(into)} bytes from {offset} on")
         copying = asyncio.get_running_loop().run_in_executor(None, _copy, data, into)
-        await settle(copying, lambda: None)
+        await until_done(copying, lambda: None)
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         self._check(key)
@@ -262,7 +262,7 @@ async def _to_its_end(start: Callable[[], ts.Future[T]]) -> T:
     async def work() -> T:
         return await (await asyncio.get_running_loop().run_in_executor(None, start))
 
-    return await settle(asyncio.ensure_future(work()), lambda: None)
+    return await until_done(asyncio.ensure_future(work()), lambda: None)
 
 
 def _without_secrets(error: Exception, secrets: tuple[str, ...]) -> Exception:

@@ -179,14 +179,14 @@ class Collector:
         then counts.
         """
         steps, late, grace = tier.steps, tier.steps.commits_come_late, self._state.config.grace
-        for step in tuple(steps.doubtful.keys() - steps.held.keys() - steps.damaged.keys()):
+        for step in tuple(steps.indeterminate.keys() - steps.held.keys() - steps.damaged.keys()):
             async with steps.turn(step):
-                if step not in steps.held and (doubt := steps.doubtful.get(step)) is not None:
-                    if not late or await step_index.root_key(tier, step) in doubt.btree_keys:
+                if step not in steps.held and (uncertain := steps.indeterminate.get(step)) is not None:
+                    if not late or await step_index.root_key(tier, step) in uncertain.btree_keys:
                         await commit_file.delete_manifest(tier, step)
                     steps.expire(step, grace)
-        for step in tuple(steps.doubtful.keys() & steps.held.keys()):
-            if late and steps.doubtful[step].age >= grace:
+        for step in tuple(steps.indeterminate.keys() & steps.held.keys()):
+            if late and steps.indeterminate[step].age >= grace:
                 await self._reread(tier, step)
                 steps.expire(step, grace)
 
@@ -250,12 +250,12 @@ class Collector:
 
     async def _sweep(self, tier: Tier, oldest_kept: float) -> int:
         """Delete index files of steps that were never committed or retracted half, and files of torn writes."""
-        known = {held.btree_key for step, held in tier.steps.held.items() if step not in tier.steps.doubtful}
+        known = {held.btree_key for step, held in tier.steps.held.items() if step not in tier.steps.indeterminate}
         known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.steps.held, *tier.steps.damaged)}
-        unsure = {*tier.steps.damaged, *tier.steps.doubtful}
-        in_doubt = tier.steps.doubtful.keys() & tier.steps.held.keys()
+        unsure = {*tier.steps.damaged, *tier.steps.indeterminate}
+        uncertain = tier.steps.indeterminate.keys() & tier.steps.held.keys()
         # Of its two commits, one is there by now; where they may come late, both, one after the other.
-        for step in () if tier.steps.commits_come_late else in_doubt:
+        for step in () if tier.steps.commits_come_late else uncertain:
             with suppress(Corrupt, NotFound):
                 known.add((await step_index.read(tier, step))[2])
                 unsure.discard(step)

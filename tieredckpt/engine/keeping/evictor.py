@@ -87,7 +87,7 @@ class Evictor:
 
         A deletion that may come late is repeated: a step that may go at any moment counts as no copy.
         """
-        self._settle(tier)
+        self._expire_deletions(tier)
         for step, error in tuple(tier.steps.damaged.items()):
             if not isinstance(error, IndeterminateDelete):
                 continue
@@ -110,7 +110,7 @@ class Evictor:
             self._gone(step, tier)
             await tier.store.delete(error.held.btree_key)
 
-    def _settle(self, tier: Tier) -> None:
+    def _expire_deletions(self, tier: Tier) -> None:
         """Forget deletions that come no more; hold no step that a new look at the tier has found before one of it."""
         for step, since in tuple(tier.steps.deletions.items()):
             # Where nothing stands between here and the store, it is a thread of ours that is late.

@@ -33,8 +33,8 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     gone = step in tier.steps.tombstones or step in tier.steps.deletions
     if step in tier.steps.held or gone or not state.on_line(step.serial):
         return False
-    mended = step in tier.steps.damaged  # from wherever it is
-    if not mended and not any(step in nearer.steps.held for nearer in state.tiers[: tier.index]):
+    repaired = step in tier.steps.damaged  # from wherever it is
+    if not repaired and not any(step in nearer.steps.held for nearer in state.tiers[: tier.index]):
         return False
     view = view or state.view(at_rest=True)
     place = bisect_left(view.steps, step.serial, key=lambda seen: seen.serial)

@@ -10,10 +10,10 @@ from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import save_is_due
 from tieredckpt.engine.promoting.copy_step import copy_step
-from tieredckpt.engine.promoting.promoter import TellStuck
+from tieredckpt.engine.promoting.promoter import ReportStuck
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
 from tieredckpt.engine.refresh import Refresh
-from tieredckpt.engine.repairing.background import Mend
+from tieredckpt.engine.repairing.background import RepairElsewhere
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
 from tieredckpt.engine.restoring.restore import Unreadable
 from tieredckpt.engine.restoring.source import ChosenStep, Damage
@@ -42,9 +42,9 @@ class Alone:
     What the other modes do otherwise, they override; a method that does nothing here is for their sake.
     """
 
-    tell_stuck: TellStuck | None = None
+    report_stuck: ReportStuck | None = None
     """Tells others that a step cannot come to a tier for now."""
-    mend_elsewhere: Mend | None = None
+    repair_elsewhere: RepairElsewhere | None = None
     """Has damage repaired on tiers that another process manages."""
 
     def __init__(self, state: State, collector: Collector) -> None:

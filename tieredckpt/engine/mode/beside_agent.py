@@ -26,7 +26,7 @@ class BesideAgent(Alone):
 
     def __init__(self, state: State, collector: Collector) -> None:
         self.link = AgentClient(state)
-        self.mend_elsewhere = self.link.mend
+        self.repair_elsewhere = self.link.repair
         super().__init__(state, collector)
 
     def _make_admin(self) -> Admin:

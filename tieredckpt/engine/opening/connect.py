@@ -17,10 +17,10 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Pace, Paced, Retrying
 from tieredckpt.concurrency import whole
 from tieredckpt.config import StoreConfig, TierConfig
-from tieredckpt.config.checks import doubtful
+from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.config.kinds import exists, kind_of
 from tieredckpt.engine.opening.capacity import refuse_what_cannot_fit
-from tieredckpt.engine.opening.identity import agreed, marker_of, store_of_steps
+from tieredckpt.engine.opening.identity import consistent_markers, marker_of, store_of_steps
 from tieredckpt.engine.opening.ram import attach_ram, find, mark_ram, note_owner, open_ram, refuse_other_file_system
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name
 from tieredckpt.engine.opening.scan import scan_tier
@@ -292,7 +292,7 @@ async def identify(
             failures.append((tier, error))
             return None
 
-    markers = await agreed(slower, await asyncio.gather(*(look(tier) for tier in slower)))
+    markers = await consistent_markers(slower, await asyncio.gather(*(look(tier) for tier in slower)))
     failed = [tier for tier, _ in failures]
     known = {marker.store for marker in markers if marker is not None}
     for i, tier in enumerate(slower):
@@ -364,7 +364,7 @@ def _noted_elsewhere(found: Iterable[FoundRam]) -> dict[str, Place]:
 
 
 def _tell_doubts(state: State) -> None:
-    for doubt in doubtful(state.config):
+    for doubt in probable_mistakes(state.config):
         _log.warning("configuration: %s", explain([doubt]))
     ram = state.config.ram
     if state.membership.size == 1 and ram is not None and ram.replicas > 1:

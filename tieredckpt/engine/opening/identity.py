@@ -14,7 +14,7 @@ from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker, find_record
 
-__all__ = ["agreed", "marker_of", "store_of_steps"]
+__all__ = ["consistent_markers", "marker_of", "store_of_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -79,7 +79,7 @@ async def _newest_records(tier: Tier) -> list[StepRecord]:
     return records
 
 
-async def agreed(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -> list[StoreMarker | None]:
+async def consistent_markers(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -> list[StoreMarker | None]:
     """The markers, where one of them is not what its own steps and another tier's marker say, as those say."""
     stores = [marker.store if marker is not None else None for marker in markers]
     result = list(markers)

@@ -87,7 +87,7 @@ async def copy_step(
     """
     if step in tier.steps.held and not again:
         return 0
-    commit_file.check_settled(tier, step)
+    commit_file.check_no_deletion(tier, step)
     copy = partial(
         _copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {}, origin=origin or state
     )
@@ -167,7 +167,7 @@ def check_wanted(step: StepId, tier: Tier) -> None:
 async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:
     """Keep the step's references to the bytes that it has now, except those that were forgotten.
 
-    Another pack may have a copy of a chunk that was found damaged and mended once; its footer lists that still.
+    Another pack may have a copy of a chunk that was found damaged and repaired once; its footer lists that still.
     """
     with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
         for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():

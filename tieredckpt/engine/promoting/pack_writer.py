@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import Buffer
-from tieredckpt.concurrency import settle
+from tieredckpt.concurrency import until_done
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.tier.written_packs import WrittenPacks
@@ -68,7 +68,7 @@ async def seal_all(
 
     loop = asyncio.get_running_loop()
     everyone = asyncio.gather(*(loop.run_in_executor(pool, work) for _ in range(min(threads, len(payloads)))))
-    await settle(everyone, waiting.clear)
+    await until_done(everyone, waiting.clear)
     return sealed
 
 

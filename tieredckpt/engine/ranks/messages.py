@@ -38,7 +38,7 @@ __all__ = [
     "SaveAt",
     "Signalled",
     "Stuck",
-    "TierNews",
+    "TierChanged",
     "Wanted",
     "decode_said",
 ]
@@ -174,7 +174,7 @@ class Stuck(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-class TierNews(msgspec.Struct, frozen=True, tag=True):
+class TierChanged(msgspec.Struct, frozen=True, tag=True):
     """A shared tier failed, or works again."""
 
     tier: str
@@ -242,7 +242,7 @@ Logged = (
     | Promoted
     | Evicted
     | Stuck
-    | TierNews
+    | TierChanged
     | Replicate
     | Replicated
     | SaveAt

@@ -245,7 +245,7 @@ class Restorer:
         return read
 
     async def _fill_lossy(self, step: StepId, targets_for: Callable[[StepIndex], Arrays], derivation: State) -> Read:
-        """As `_fill`, from a lossy copy; what is damaged there is told, and mended by a verification."""
+        """As `_fill`, from a lossy copy; what is damaged there is told, and repaired by a verification."""
         tier = derivation.tiers[-1]
         async with open_source(derivation, step, tier) as source:
             targets = await asyncio.to_thread(targets_for, source.index)
@@ -289,7 +289,7 @@ class Restorer:
         """Read-only arrays: views of RAM, and copies of what does not lie there in one piece.
 
         Returns:
-            The arrays, and what verifies the views, which raises `Corrupt` and mends them. None when the step is
+            The arrays, and what verifies the views, which raises `Corrupt` and repairs them. None when the step is
             not in RAM.
         """
         begin = time.monotonic()
@@ -350,8 +350,8 @@ def _fit(
         return wanted, fitted, forms, _Fillable(_given(fitted.leaves, shape.streams), {})
     leaves = {leaf.key: leaf for leaf in fitted.leaves}
     # Pieces of one tensor are put together on the host, and other dtypes are cast there.
-    wholes = {key: leaf for key, leaf in leaves.items() if leaf.part is None and device_view(leaf) is not None}
-    new = {key: wholes[key] for key in wholes.keys() - fitted.cast} if shape.copy else {}
+    whole_leaves = {key: leaf for key, leaf in leaves.items() if leaf.part is None and device_view(leaf) is not None}
+    new = {key: whole_leaves[key] for key in whole_leaves.keys() - fitted.cast} if shape.copy else {}
     forms |= {key: Form(leaf.shape, leaf.dtype) for key, leaf in leaves.items() if key not in new}
     return wanted, fitted, forms, _Fillable({}, new)
 

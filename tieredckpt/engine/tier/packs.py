@@ -85,7 +85,7 @@ class Packs:
                 yield extent
 
     def distrust(self, digest: bytes, extent: Extent) -> None:
-        """A chunk was read there that is damaged: nothing, for it is forgotten when it is mended."""
+        """A chunk was read there that is damaged: nothing, for it is forgotten when it is repaired."""
 
     def kept(self, manifest: str) -> AbstractContextManager[None]:
         """Keep what the step of that manifest refers to while it is read: nothing, for the step is pinned."""

@@ -1,4 +1,4 @@
-"""The steps of one tier, and the state of each: held, damaged, leaving, stuck, in doubt, or a tombstone."""
+"""The steps of one tier, and the state of each: held, damaged, leaving, stuck, indeterminate, or a tombstone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 
-__all__ = ["DamagedSteps", "Doubt", "Held", "HeldSteps", "IndeterminateDelete", "Steps"]
+__all__ = ["DamagedSteps", "Held", "HeldSteps", "IndeterminateCommit", "IndeterminateDelete", "Steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
+class IndeterminateCommit:
     """A commit that failed: it may have succeeded all the same, or may yet (`Steps.commits_come_late`)."""
 
     packs: frozenset[str]
@@ -171,7 +171,7 @@ class Steps:
     """Steps of other tiers that left this one, by policy or by hand: they come back by hand only."""
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that are due here and cannot come for now: what is wrong with their bytes elsewhere."""
-    doubtful: dict[StepId, Doubt] = field(default_factory=dict)
+    indeterminate: dict[StepId, IndeterminateCommit] = field(default_factory=dict)
     """Steps with a commit that failed; one that may come late keeps its step here whatever else happens to that."""
     commits_come_late: bool = False
     """Whether something between here and the store may pass a commit on after its sender has given it up."""
@@ -192,7 +192,7 @@ class Steps:
         read = (self.indexes, self.indexes.nbytes, self.indexes.packs, self.catalogued)
         for known in (self.held, self.parts, self.damaged, *read):
             known.clear()
-        for step in tuple(self.doubtful):
+        for step in tuple(self.indeterminate):
             self.resolve(step)
 
     def has_own(self, step: StepId) -> bool:
@@ -234,26 +234,26 @@ class Steps:
         self.indexes.packs[step] = packs = packs_of(arrays)
         return packs
 
-    def doubt(self, step: StepId, packs: frozenset[str], btree_key: str) -> None:
-        """Remember nothing of a step whose commit failed; the arguments are those of a `Doubt`."""
+    def mark_indeterminate(self, step: StepId, packs: frozenset[str], btree_key: str) -> None:
+        """Note that a commit failed and may have happened; the arguments are those of `IndeterminateCommit`."""
         btree_keys = frozenset({btree_key})
-        if (before := self.doubtful.get(step)) is not None:
+        if (before := self.indeterminate.get(step)) is not None:
             packs, btree_keys = packs | before.packs, btree_keys | before.btree_keys
-        self.doubtful[step] = Doubt(packs, btree_keys)
+        self.indeterminate[step] = IndeterminateCommit(packs, btree_keys)
         self.indexes.forget(step)
 
     def resolve(self, step: StepId) -> None:
-        """Doubt a step no more, for its state is known; where commits may come late, time alone ends a doubt."""
+        """Forget the failed commit of a step, whose state is known; where commits may come late, `expire` does."""
         self.expire(step, math.inf)
 
     def expire(self, step: StepId, grace: float) -> None:
-        """Doubt a step no more; where commits may come late, only ``grace`` seconds after the commit failed."""
-        if (doubt := self.doubtful.get(step)) is not None and (not self.commits_come_late or doubt.age >= grace):
-            del self.doubtful[step]
+        """Forget the failed commit of a step; where commits may come late, only ``grace`` seconds after it."""
+        if (commit := self.indeterminate.get(step)) is not None and (not self.commits_come_late or commit.age >= grace):
+            del self.indeterminate[step]
 
     def late_packs(self) -> set[str]:
         """The packs of commits that may come late."""
-        return {key for doubt in self.doubtful.values() if self.commits_come_late for key in doubt.packs}
+        return {key for commit in self.indeterminate.values() if self.commits_come_late for key in commit.packs}
 
     def quarantine(self, step: StepId, error: TieredCkptError, packs: Iterable[str]) -> None:
         """Count a step as not held, for its commit turned out unreadable; ``packs`` are all of the tier."""

@@ -112,7 +112,7 @@ async def test_what_is_asked_by_hand_is_done_and_refused_alike(place: Place) -> 
         assert_same(restored.tree, tree(1))
 
 
-async def test_damage_is_found_told_and_mended_wherever_it_is(place: Place) -> None:
+async def test_damage_is_found_told_and_repaired_wherever_it_is(place: Place) -> None:
     async with place.opened() as store:
         heard = Heard(store)
         await store.save(1, tree(1))
@@ -134,7 +134,7 @@ async def test_damage_is_found_told_and_mended_wherever_it_is(place: Place) -> N
 
         await damage(store, "disk")
         await store.evict(1, "ram")
-        restored = await store.restore(1, resume=False)  # which meets the damage, and has it mended behind
+        restored = await store.restore(1, resume=False)  # which meets the damage, and has it repaired behind
         assert restored is not None
         assert_same(restored.tree, tree(1))
         await store.flush()

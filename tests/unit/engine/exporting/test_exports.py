@@ -441,7 +441,7 @@ def test_an_export_reads_nothing_while_a_save_copies(
     fill = held_step.fill
 
     async def watched(*arguments: Any) -> Any:
-        seen.append(state._copying)
+        seen.append(state.ram_gate._copying)
         return await fill(*arguments)
 
     monkeypatch.setattr(held_step, "fill", watched)

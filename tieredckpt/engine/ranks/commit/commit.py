@@ -119,7 +119,7 @@ class Commits:
                 return await evicting_older(self._state, self._collector, step, tier, commit)
         except Exception as error:
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
-            self._group.tell(Aborted(step.step, step.serial, tier.name, ranks, str(error)))
+            self._group.publish(Aborted(step.step, step.serial, tier.name, ranks, str(error)))
             self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
             raise
 
@@ -184,7 +184,7 @@ class Commits:
             todo[homes.get(part, part)][part] = b"".join(shares.get(part, ()))
         for rank in group.others:
             await group.communicator.send([rank], f"todo/{number}", encode(todo[rank]))
-        group.tell(Promote(number, step.step, step.serial, tier.name))
+        group.publish(Promote(number, step.step, step.serial, tier.name))
         largest = max((sum(sizes[digest] for digest in share) for share in shares.values()), default=0)
         patience = group.deadline + largest / tier.config.min_bandwidth
         mine = asyncio.ensure_future(self._contribute(step, tier, todo[COORDINATOR]))

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from tieredckpt.concurrency import in_thread, settle
+from tieredckpt.concurrency import in_thread, until_done
 from tieredckpt.engine.ranks.communicator import RanksMissing
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import CompareReplicas
@@ -76,7 +76,7 @@ class _Pass:
     async def run(self, state: State) -> Digests:
         loop = asyncio.get_running_loop()
         threads = [loop.run_in_executor(state.pool, self._work) for _ in range(state.config.copy_threads)]
-        ended = await settle(asyncio.gather(*threads, return_exceptions=True), self._end)
+        ended = await until_done(asyncio.gather(*threads, return_exceptions=True), self._end)
         for error in ended:
             if error is not None:
                 raise error
@@ -155,7 +155,7 @@ class Comparison:
         if not groups:
             return ()
         asked = CompareReplicas(attempt, groups)
-        self._group.tell(asked)
+        self._group.publish(asked)
         left = max(0.0, deadline - asyncio.get_running_loop().time())
         try:
             came = await self._group.gather(_topic(asked), self._said(asked), timeout=left)

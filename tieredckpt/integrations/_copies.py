@@ -1,4 +1,4 @@
-"""Copies of what the forward and backward passes of PyTorch change, for saves that are made beside these."""
+"""Copies of the tensors that forward and backward passes of PyTorch change, for saves that run beside these."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tieredckpt import Shard
 __all__ = ["with_copies"]
 
 
-def with_copies(tree: Any, settled: Iterable[torch.Tensor]) -> Any:
-    """``tree`` with copies of its tensors and arrays, where they lie, except those whose data ``settled`` has."""
-    return _copied(tree, {_data(tensor) for tensor in settled})
+def with_copies(tree: Any, unchanged: Iterable[torch.Tensor]) -> Any:
+    """Copy the tensors and arrays of ``tree`` on their devices, except those that share memory with ``unchanged``."""
+    return _copied(tree, {_data(tensor) for tensor in unchanged})
 
 
-def _copied(tree: Any, settled: set[tuple[str, int]]) -> Any:
+def _copied(tree: Any, unchanged: set[tuple[str, int]]) -> Any:
     if isinstance(tree, dict):
-        return {key: _copied(value, settled) for key, value in tree.items()}
+        return {key: _copied(value, unchanged) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_copied(value, settled) for value in tree)
+        return type(tree)(_copied(value, unchanged) for value in tree)
     if isinstance(tree, Shard):
-        return dataclasses.replace(tree, array=_copied(tree.array, settled))
+        return dataclasses.replace(tree, array=_copied(tree.array, unchanged))
     if isinstance(tree, np.ndarray):
         return tree.copy()
-    if isinstance(tree, torch.Tensor) and _data(tree) not in settled:
+    if isinstance(tree, torch.Tensor) and _data(tree) not in unchanged:
         return tree.detach().clone()
     return tree
 
