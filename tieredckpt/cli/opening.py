@@ -79,7 +79,7 @@ def newest_step(config: StoreConfig) -> StepInfo | None:
         return None
     try:
         with _opened(config.model_copy(update={"tiers": folders}), read_only=True) as store:
-            return next((step for step in reversed(store.steps()) if not step.abandoned), None)
+            return next((step for step in reversed(store.steps()) if not step.off_branch), None)
     except TieredCkptError:
         return None
 

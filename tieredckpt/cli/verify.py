@@ -80,7 +80,7 @@ def _nbytes(store: SyncStore, number: int | None, tier: str | None) -> int:
     steps = store.steps()
     if not steps:
         return 0
-    newest = max((step for step in steps if not step.abandoned), default=steps[-1], key=lambda step: step.serial)
+    newest = max((step for step in steps if not step.off_branch), default=steps[-1], key=lambda step: step.serial)
     wanted = newest.step if number is None else number
     return sum(
         step.nbytes * (len(step.tiers) if tier is None else tier in step.tiers) for step in steps if step.step == wanted

@@ -56,7 +56,7 @@ class StepInfo:
     """Tiers whose commit of it cannot be read."""
     restored_from: int | None
     """Serial of the step at which its branch was continued last after a restore."""
-    abandoned: bool
+    off_branch: bool
     """Off the branch: an earlier step was restored, and a save has forked there."""
     ranks: int = 1
     """How many processes saved it together."""
@@ -240,7 +240,7 @@ def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
         tiers=tuple(tier.name for tier in state.tiers if step in tier.steps.held),
         damaged=tuple(tier.name for tier in state.every_tier if step in tier.steps.damaged),
         restored_from=record.restored_from,
-        abandoned=not state.on_line(step.serial) and step in state.records(),
+        off_branch=not state.on_line(step.serial) and step in state.records(),
         ranks=record.ranks,
         lossy=tuple(tier.name for tier in state.derived if step in tier.steps.held),
     )

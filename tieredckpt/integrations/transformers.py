@@ -215,7 +215,7 @@ class TieredTrainerMixin(_Base):
         another run, that has the number of a later save; nor of one of which lossy copies alone are left.
         """
         exact = (info for info in self._store.steps() if info.tiers)
-        in_order = sorted(exact, key=lambda info: (not info.abandoned, info.serial))
+        in_order = sorted(exact, key=lambda info: (not info.off_branch, info.serial))
         return set({info.step: info.serial for info in in_order}.items())
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -32,7 +32,7 @@ def test_an_intact_step_passes_on_every_tier(told: Told, trained: Path) -> None:
     assert [(each["step"], each["tier"], each["intact"]) for each in found] == [(3, "ram", True), (3, "disk", True)]
 
 
-def test_all_means_every_save_also_of_abandoned_lines(told: Told, trained: Path) -> None:
+def test_all_means_every_save_also_of_off_branch_steps(told: Told, trained: Path) -> None:
     with CheckpointStore.open(trained).sync() as store:
         store.restore(1)
         store.save(2, {"x": 1})

@@ -134,7 +134,7 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
 def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
     """The steps that may leave a full tier for a newer one: what retention lets go, then what it keeps, oldest first.
 
-    ``step`` is None for one that is newer than all there is. An abandoned step drives out none that is retained.
+    ``step`` is None for one that is newer than all there is. An off-branch step drives out none that is retained.
     """
     going = leaving(state, tier)
     if step is not None and not state.on_line(step.serial):

@@ -163,7 +163,7 @@ async def test_a_rollback_is_known_to_whoever_promotes(place: Place) -> None:
         await store.restore(2)
         await store.save(3, tree(33))
         await store.flush()
-        assert [(info.step, info.abandoned) for info in await store.steps() if "disk" in info.tiers] == [
+        assert [(info.step, info.off_branch) for info in await store.steps() if "disk" in info.tiers] == [
             (2, False),
             (3, False),
         ]
@@ -182,7 +182,7 @@ async def test_a_look_at_an_older_step_costs_none_that_was_saved_after_it(place:
         await store.restore(1)
         store.signal("now")
         await store.flush()
-        assert [(info.step, info.abandoned) for info in await store.steps() if "disk" in info.tiers] == [
+        assert [(info.step, info.off_branch) for info in await store.steps() if "disk" in info.tiers] == [
             (1, False),
             (3, False),
         ]
@@ -204,11 +204,11 @@ async def test_a_fork_is_known_to_whoever_promotes_with_the_step_that_makes_it(p
         await store.save(3, tree(33))
         await store.flush()
         # Until the save that forked is as safe.
-        held = [(info.step, info.abandoned) for info in await store.steps() if "disk" in info.tiers]
+        held = [(info.step, info.off_branch) for info in await store.steps() if "disk" in info.tiers]
         assert held == [(2, False), (3, True)]
         store.signal("now")
         await store.flush()
-        assert [(info.serial, info.abandoned) for info in await store.steps() if "disk" in info.tiers] == [
+        assert [(info.serial, info.off_branch) for info in await store.steps() if "disk" in info.tiers] == [
             (2, False),
             (4, False),
         ]

@@ -210,7 +210,7 @@ async def test_a_copy_on_a_tier_that_does_not_answer_counts_for_nothing(
 async def test_a_rollback_does_not_let_the_durable_step_go_before_its_successor(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
-    """The abandoned step is the only durable one until something of the live line is durable."""
+    """The off-branch step is the only durable one until something of the live line is durable."""
     keep_one = {"retain": {"kind": "last_n", "n": 1}}
     settings = config(
         {"ram": ram(shared_memory), "disk": folder(tmp_path, promote={"kind": "every_n_steps", "n": 200}, **keep_one)}

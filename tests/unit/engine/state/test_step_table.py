@@ -1,4 +1,4 @@
-"""The roll is what looking at every tier anew would find, whatever came, went, or was abandoned in between."""
+"""The roll is what looking at every tier anew would find, whatever came, went, or left the branch in between."""
 
 from __future__ import annotations
 
