@@ -19,16 +19,16 @@ __all__ = ["impossible", "probable_mistakes"]
 _SAFETY = {"process": 0, "node": 1, "site": 2}
 _SAMPLES_MAX = 1000
 _FAILURES = (Exception, SystemExit)
-"""What a stranger's policy may raise."""
+"""Exceptions of third-party policies that are caught."""
 
 
 def impossible(store: StoreSettings) -> list[Problem]:
-    """What keeps a store of this configuration from working; it is refused."""
+    """Problems with which a store cannot work; the configuration is refused."""
     return [*_conflicts(store), *_shortages(store), *_keeps_nothing(store), *_exports(store)]
 
 
 def probable_mistakes(store: StoreSettings) -> list[Problem]:
-    """What works and is hardly meant; it is told when the store is opened."""
+    """Valid settings that are probably a mistake; they are logged when the store is opened."""
     found: list[Problem] = [*_fails(store)]
     for nearer, slower in combinations(store.tiers, 2):
         if nearer.survives and slower.survives and _SAFETY[slower.survives] < _SAFETY[nearer.survives]:

@@ -163,7 +163,7 @@ class Collector:
         return Collected(tier.name, len(dead), nbytes, files)
 
     async def _look_at_damaged(self, tier: Tier) -> None:
-        """Read commits once more that could not be read: their packs would go as what no step is known to use."""
+        """Read damaged commits once more before a collection, which would delete the packs that only they name."""
         for step in tuple(tier.steps.damaged):
             if step in tier.steps.damaged:
                 try:
@@ -172,7 +172,7 @@ class Collector:
                     _log.warning("tier %r: %s could not be read again: %s", tier.name, step, silence)
 
     async def _take_back(self, tier: Tier) -> None:
-        """Undo first commits that failed, and may be there all the same: no step is held by their packs.
+        """Undo failed first commits that may have happened all the same, so that their packs can be deleted.
 
         One that may come late is looked for at each collection until the store's ``grace`` is over; where its index
         nodes lie tells it from other writers'. Of a step that is held beside such a one, the commit that is there by
@@ -191,7 +191,7 @@ class Collector:
                 steps.expire(step, grace)
 
     async def _reread(self, tier: Tier, step: StepId) -> None:
-        """Learn which of several commits of a step is there."""
+        """Find out which of several commits of a step is on the tier."""
         try:
             btree_key = (await step_index.read(tier, step))[2]
         except (Corrupt, NotFound) as error:

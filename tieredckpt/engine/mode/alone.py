@@ -112,23 +112,23 @@ class Alone:
         """Ask the process that manages a tier to interrupt the promotion of an older step."""
 
     async def reached(self, step: StepId, name: str, wait: Callable[[Changed | None], Awaitable[None]]) -> None:
-        """Return when a tier has a step, waiting by ``wait`` for what this process hears of it."""
+        """Return when a tier holds a step; ``wait`` waits for changes that this process learns of."""
         await wait(None)
 
     async def drained(self) -> None:
-        """Return when what other processes do for this one is done. Raises what keeps them from it."""
+        """Return when other processes have finished their work for this one. Raises their error."""
 
     async def told(self) -> None:
-        """Return when the others know what this process has done."""
+        """Return when the other processes have received the changes that this one made."""
 
     # -- restores -----------------------------------------------------------------------------------------
 
     async def looking(self, work: Work[T], *, packs: bool = False) -> T:
-        """The result of work that asks what the store holds."""
+        """Run work that only looks up what the store holds, and return its result."""
         return await work()
 
     async def restoring(self, work: Work[T]) -> T:
-        """The result of a restore's work; of several ranks, all succeed or none does."""
+        """Run the work of a restore and return its result; with several ranks, all succeed or none does."""
         return await self.looking(work)
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
@@ -141,7 +141,7 @@ class Alone:
         return None
 
     async def begin_reading(self) -> bool:
-        """Begin to read when all ranks can; whether other ranks read as well."""
+        """Wait until all ranks can read; returns whether other ranks read as well."""
         return False
 
     def damaged(self, step: StepId, damage: Sequence[Damage], unreadable: Unreadable) -> None:

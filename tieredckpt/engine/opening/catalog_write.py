@@ -100,7 +100,7 @@ def _plan(tier: Tier) -> _Plan | None:
 
 
 async def _stamp(tier: Tier, steps: set[StepId]) -> None:
-    """Look up by what the steps are known that were committed since the tier was opened."""
+    """Look up the stamps (size and time of the manifest) of steps that were committed since the tier was opened."""
     known = tier.steps.catalogued
     unknown = steps - known.stamps.keys()
     if known.timeless or not unknown:

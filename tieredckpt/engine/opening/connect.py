@@ -61,7 +61,7 @@ def make_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple
 
 
 def make_derived_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple[Tier, ...]:
-    """As `make_tiers`, those with lossy rules."""
+    """Make the tiers with lossy rules, as `make_tiers` makes the others."""
     return _make(config, config.derived, read_only=read_only, events=events)
 
 
@@ -75,12 +75,12 @@ def _make(config: StoreConfig, tiers: Sequence[TierConfig], *, read_only: bool, 
 
 
 def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> None:
-    """Set how RAM is connected: as that of this store, whose identity is known then.
+    """Make the RAM tier connect to this store's RAM, once the identity of the store is known.
 
     Args:
         state: of the store.
         sharers: how many ranks share the memory of this machine.
-        folder: where an agent has found it; it reads it there.
+        folder: where an agent found the RAM of its trainer, which it reads.
     """
     first = state.tiers[0]
     if state.config.ram is None:
@@ -272,7 +272,7 @@ async def identify(
     """
     failures: list[tuple[Tier, TieredCkptError]] = []
     if not state.read_only:
-        _tell_doubts(state)
+        _warn_of_mistakes(state)
     places = state.identity.places = await places_of(state.config)
     if found is None:
         found = await find(state.config, places.values())
@@ -338,7 +338,7 @@ async def identify(
     await remove_stale_ram(state)
     if not state.read_only:
         refuse_what_cannot_fit(state)
-        _tell_left(state, choice)
+        _warn_of_other_ram(state, choice)
     return failures
 
 
@@ -353,7 +353,7 @@ def _chosen(state: State, seen: list[SeenTier], found: Sequence[FoundRam]) -> Ch
 
 
 def _noted_elsewhere(found: Iterable[FoundRam]) -> dict[str, Place]:
-    """The places of RAM's notes, as noted, where another file system is now."""
+    """Places that the notes of RAM name and where another file system is mounted now."""
     return {
         place.location: place
         for each in found
@@ -363,16 +363,16 @@ def _noted_elsewhere(found: Iterable[FoundRam]) -> dict[str, Place]:
     }
 
 
-def _tell_doubts(state: State) -> None:
-    for doubt in probable_mistakes(state.config):
-        _log.warning("configuration: %s", explain([doubt]))
+def _warn_of_mistakes(state: State) -> None:
+    for mistake in probable_mistakes(state.config):
+        _log.warning("configuration: %s", explain([mistake]))
     ram = state.config.ram
     if state.membership.size == 1 and ram is not None and ram.replicas > 1:
         _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", ram.name)
 
 
-def _tell_left(state: State, choice: Choice) -> None:
-    """Say of RAM that was of this folder, and is of another store, what may be done with it."""
+def _warn_of_other_ram(state: State, choice: Choice) -> None:
+    """Warn of RAM that used to belong to this folder and belongs to another store; say what to do with it."""
     ram = state.config.ram
     rooted = f" --root {ram.path}" if ram is not None and ram.path is not None else ""
     for store, group in choice.left.items():

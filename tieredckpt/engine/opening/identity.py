@@ -80,7 +80,7 @@ async def _newest_records(tier: Tier) -> list[StepRecord]:
 
 
 async def consistent_markers(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -> list[StoreMarker | None]:
-    """The markers, where one of them is not what its own steps and another tier's marker say, as those say."""
+    """Correct markers that contradict the steps of their own tier, if another tier's marker agrees with these steps."""
     stores = [marker.store if marker is not None else None for marker in markers]
     result = list(markers)
     if len({store for store in stores if store is not None}) < 2:

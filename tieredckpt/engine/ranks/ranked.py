@@ -246,7 +246,7 @@ class Ranked:
         self._gone += gone
 
     async def _forget(self, gone: tuple[tuple[int, int], ...]) -> None:
-        """At rank 0: count steps as not in RAM any more of which another rank has dropped its part."""
+        """At rank 0: evict steps from RAM of which another rank has dropped its part."""
         first = self._state.tiers[0]
         for serial, step in gone:
             found = StepId(serial, step)
@@ -257,7 +257,7 @@ class Ranked:
     # -- messages of rank 0 ---------------------------------------------------------------------------
 
     def _report(self, event: Event) -> None:
-        """Tell the other ranks what happened to steps and shared tiers."""
+        """At rank 0: publish events of steps and shared tiers to the other ranks."""
         state = self._state
         if isinstance(event, CommitFailed) and event.tier is None:
             self.plan.failed(event.step)
@@ -287,7 +287,7 @@ class Ranked:
             )
 
     def report_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
-        """Tell the other ranks that a step cannot be promoted to a tier for now."""
+        """Report to the other ranks that a step cannot be promoted to a tier for now."""
         self.group.publish(Stuck(step.step, step.serial, tier.name, Failure.of(error)))
 
     async def _apply(self, message: Logged) -> None:

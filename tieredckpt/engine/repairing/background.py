@@ -56,14 +56,14 @@ class BackgroundRepair:
                     _log.error("%s could not be repaired: %s", step, error)
 
         if works:
-            task = asyncio.create_task(work(), name=f"tieredckpt heal {step}")
+            task = asyncio.create_task(work(), name=f"tieredckpt repair of {step}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def repair(
         self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]
     ) -> None:
-        """Write good bytes back where some were lost. Raises what keeps it from that."""
+        """Repair the index and the chunks of a step. Raises the error of a tier that prevents it."""
         for tier, error in unreadable:
             if not isinstance(error, TierUnavailable):
                 await repair_index(self._state, self._collector, step, tier, error)
@@ -75,7 +75,7 @@ class BackgroundRepair:
             await asyncio.wait(set(self._tasks))
 
     async def stop(self) -> None:
-        """Give up what is under way."""
+        """Cancel the repairs that are under way."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

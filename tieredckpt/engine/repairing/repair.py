@@ -1,4 +1,4 @@
-"""Looks for damage, and repairs it from the tiers that have the bytes."""
+"""Finds damage, and repairs it with bytes from other tiers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def inspect(
 
 
 async def repair_chunks(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[Unrepaired]:
-    """Write good bytes back to every tier that lost some; what could not be repaired does not keep the rest from it."""
+    """Repair damaged chunks on every tier; returns those that could not be repaired, which do not stop the others."""
     by_tier: dict[str, dict[bytes, Damage]] = {}
     for found in damage:
         by_tier.setdefault(found.tier.name, {})[found.digest] = found
@@ -82,7 +82,7 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
 async def _repair_inline(
     state: State, collector: Collector, step: StepId, tier: Tier, chunks: dict[bytes, Damage]
 ) -> list[Unrepaired]:
-    """Chunks in the index itself, whose checksum was right: the index is committed anew with those of another tier."""
+    """Repair chunks inside the index: commit a new index with the chunks of another tier."""
     left: list[Unrepaired] = []
     repaired: dict[str, ArrayIndex] = {}
     origin: list[tuple[str, str, int]] = []

@@ -133,7 +133,7 @@ class DerivedSource(StepSource):
             return again
 
     async def _derive(self, key: str, ordinal: int, memory: Bytes) -> Tier | None:
-        """Fill ``memory`` with the chunk by the step's own rules; whence, None if it is not what it was."""
+        """Derive a chunk again from an exact copy by the step's rules; the tier read, or None if the digest differs."""
         array, how = self.index.arrays[key], self.index.record.derived
         nbytes, wanted = array.grid.cell_nbytes, array.chunks[ordinal].digest
         async with StepSource.open(_exact(self.state), self.step) as exact:

@@ -245,7 +245,7 @@ class Restorer:
         return read
 
     async def _fill_lossy(self, step: StepId, targets_for: Callable[[StepIndex], Arrays], derivation: State) -> Read:
-        """As `_fill`, from a lossy copy; what is damaged there is told, and repaired by a verification."""
+        """Fill the targets from a lossy copy; damage there is logged, and repaired by a verification."""
         tier = derivation.tiers[-1]
         async with open_source(derivation, step, tier) as source:
             targets = await asyncio.to_thread(targets_for, source.index)
@@ -270,7 +270,7 @@ class Restorer:
         return Read(step, record, dict(targets), sources)
 
     def _reach(self, drivers: Collection[Driver]) -> None:
-        """Register what chunks lie in or pass through for the devices, range by range, while it is read."""
+        """Register the slab and scratch memory with the devices, range by range, while a restore reads."""
         if not drivers:
             return
         ram, memory = self._state.tiers[0].ram, self._state.host_memory

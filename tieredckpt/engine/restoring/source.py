@@ -375,7 +375,7 @@ async def whole_record(state: State, step: StepId) -> StepRecord | None:
 
 
 def _level(state: State, error: TieredCkptError) -> int:
-    """How loud to tell what was not found: beside a writer, which evicts it at any time, that is in order."""
+    """Log level for a missing copy: only INFO in a reader, beside which a writer may evict steps at any time."""
     return logging.INFO if state.read_only and isinstance(error, NotFound) else logging.WARNING
 
 

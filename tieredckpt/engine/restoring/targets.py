@@ -107,14 +107,14 @@ def check_memory(index: StepIndex, targets: Mapping[str, Target]) -> None:
 
 
 def _span(target: Target) -> tuple[str, int, int]:
-    """In which memory it lies, and where there."""
+    """The memory that a target lies in, and its first and last address there."""
     if isinstance(target, DeviceTarget):
         return target.span
     return "", target.ctypes.data, target.ctypes.data + target.nbytes
 
 
 def _content(index: StepIndex, name: str, target: Target) -> Hashable:
-    """What tells the bytes that the step has for a target: the blocks of its array that it meets, and their digests."""
+    """Identify the bytes that the step has for a target: the blocks of its array that overlap it, and their digests."""
     key, box = box_of(name, target.shape)
     blocks = index.blocks(key)
     meeting = [blocks[place] for place in Boxes([block for block, _ in blocks]).meeting(box)]

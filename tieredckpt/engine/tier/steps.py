@@ -163,14 +163,14 @@ class Steps:
 
     held: HeldSteps = field(default_factory=HeldSteps)
     parts: dict[StepId, Held] = field(default_factory=dict)
-    """In the RAM of a rank: its parts of steps that are not known to be whole."""
+    """In a rank's RAM: its parts of steps that are not known to be complete."""
     damaged: DamagedSteps = field(default_factory=DamagedSteps)
     leaving: set[StepId] = field(default_factory=set)
-    """Steps that are being retracted: held no more, for whoever looks for another copy."""
+    """Steps that are being retracted; they do not count as copies any more."""
     tombstones: set[StepId] = field(default_factory=set)
-    """Steps of other tiers that left this one, by policy or by hand: they come back by hand only."""
+    """Steps evicted from here that other tiers hold; only a person promotes them here again."""
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
-    """Steps that are due here and cannot come for now: what is wrong with their bytes elsewhere."""
+    """Steps that are due here and cannot be copied, and the error in their bytes on other tiers."""
     indeterminate: dict[StepId, IndeterminateCommit] = field(default_factory=dict)
     """Steps with a commit that failed; one that may come late keeps its step here whatever else happens to that."""
     commits_come_late: bool = False
@@ -188,7 +188,7 @@ class Steps:
     _turns: WeakValueDictionary[StepId, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     def clear(self) -> None:
-        """Know nothing of what the tier holds, before that is found out anew."""
+        """Forget the content of the tier, before it is listed again."""
         read = (self.indexes, self.indexes.nbytes, self.indexes.packs, self.catalogued)
         for known in (self.held, self.parts, self.damaged, *read):
             known.clear()
@@ -196,7 +196,7 @@ class Steps:
             self.resolve(step)
 
     def has_own(self, step: StepId) -> bool:
-        """Whether the step lies here, or a rank's part of it."""
+        """Whether this tier itself stores the step, or a rank's part of it."""
         held = self.held.get(step) or self.parts.get(step)
         return held is not None and held.btree_key != ""
 
@@ -205,21 +205,21 @@ class Steps:
         return (step in self.held or step in self.damaged) and step not in self.leaving
 
     def turn(self, step: StepId) -> asyncio.Lock:
-        """Held by whoever puts or deletes the step's manifest, or two of them would not know who was last."""
+        """The lock for putting or deleting the step's manifest, so that two such calls have an order."""
         return self._turns.setdefault(step, asyncio.Lock())
 
     def set_apart(self) -> None:
-        """Count no step as held: what lies here are parts of a rank, and the other ranks' are not known yet."""
+        """Count the steps here as parts of one rank and none as held, until the parts of the other ranks are known."""
         self.parts.update(self.held)
         self.held.clear()
 
     def agree(self, record: StepRecord) -> None:
-        """Count a step as held: all ranks have their parts of it, whose record this is."""
+        """Count a step as held, of whose commit all ranks agreed; ``record`` describes it."""
         part = self.parts.pop(record.id, None) or self.held.get(record.id)
         self.held[record.id] = Held(record, part.btree_key if part is not None else "")
 
     def know(self, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str, nbytes: int) -> frozenset[str]:
-        """Count a step as held, for its commit has just been put: ``nbytes`` long with its nodes, which the key names.
+        """Count a step as held after its commit, of ``nbytes`` with its index nodes at ``btree_key``.
 
         A rank's part counts as such. Returns the packs that it refers to.
         """
@@ -263,7 +263,7 @@ class Steps:
             self.catalogued.forget(step)
 
     def drop(self, step: StepId) -> str | None:
-        """Know no more of a step whose manifest is gone; returns the key of its index nodes, to be deleted."""
+        """Forget a step whose manifest is gone; returns the key of its index nodes, for the caller to delete."""
         held = self.held.pop(step, self.parts.pop(step, None))
         self.resolve(step)
         self.catalogued.forget(step)

@@ -51,12 +51,12 @@ class RoundedChunk(NamedTuple):
 
 @dataclass
 class Remote:
-    """What another process, which manages a tier, tells of it; nothing where this one does."""
+    """Figures of a tier that another process manages and reports; empty where this process manages it."""
 
     used: int | None = None
     """Bytes in use."""
     bandwidth: float | None = None
-    """Bytes a second that it saw when it wrote."""
+    """Bytes a second of its recent writes."""
     pin: Callable[[StepId], AbstractAsyncContextManager[None]] | None = None
     """Keeps a step on the tier while it is read here."""
 

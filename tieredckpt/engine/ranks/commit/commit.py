@@ -19,7 +19,7 @@ from tieredckpt.concurrency import in_thread, outlast, together
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import evicting_older, needing
 from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step
-from tieredckpt.engine.promoting.dedupe import refer_to_intact, undoubted
+from tieredckpt.engine.promoting.dedupe import refer_to_intact, is_verified
 from tieredckpt.engine.promoting.pack_writer import write_packs
 from tieredckpt.engine.promoting.room import have_room
 from tieredckpt.engine.ranks.commit.merged import cell_sizes, placed, without_places
@@ -126,7 +126,7 @@ class Commits:
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
         was_there = step in tier.steps.damaged
-        find = partial(in_thread, holders, parts, partial(undoubted, tier), pool=self._state.pool)
+        find = partial(in_thread, holders, parts, partial(is_verified, tier), pool=self._state.pool)
         ranks, sizes = await find()
         counted_on = set(tier.packs.sizes)
         stored_size = tier.chunks.encoding.stored_size
