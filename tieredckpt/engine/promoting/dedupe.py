@@ -17,7 +17,7 @@ from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["refer_to_intact", "is_verified"]
+__all__ = ["is_verified", "refer_to_intact"]
 
 _STEPS_ASKED = 4
 

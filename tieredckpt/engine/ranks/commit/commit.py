@@ -19,7 +19,7 @@ from tieredckpt.concurrency import in_thread, outlast, together
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import evicting_older, needing
 from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step
-from tieredckpt.engine.promoting.dedupe import refer_to_intact, is_verified
+from tieredckpt.engine.promoting.dedupe import is_verified, refer_to_intact
 from tieredckpt.engine.promoting.pack_writer import write_packs
 from tieredckpt.engine.promoting.room import have_room
 from tieredckpt.engine.ranks.commit.merged import cell_sizes, placed, without_places
