@@ -43,7 +43,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any, pool: Executor 
 
 
 def on_own_thread(what: str, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """As `begun_on_own_thread`, for a coroutine."""
+    """Run a coroutine as `begun_on_own_thread` runs a function."""
     return asyncio.wrap_future(begun_on_own_thread(what, function, *arguments))
 
 

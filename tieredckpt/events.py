@@ -105,7 +105,7 @@ class FrozenChanged(Event):
 
     @property
     def advice(self) -> str:
-        """What happened, and what to do about it."""
+        """Description of the event, and advice what to do."""
         since = "steps" if self.checked is None else f"steps after {self.checked}"
         return (
             f"array {self.key!r} is declared frozen and has changed: {since} up to {self.step} may hold its bytes of "

@@ -50,7 +50,7 @@ _LOOK_AGAIN = 0.1
 _LOOK_AT_PLACES = 10.0
 """Seconds for a file system to say whether a store is still there."""
 _CLAIM_TRIES = 5
-"""Who only looks whether there is an agent holds its lock for a moment."""
+"""Tries to claim the folder; a process that only checks for an agent holds the lock for a moment."""
 _HELLO = 10.0
 """Seconds in which a trainer says its first words."""
 _TRY_AGAIN = 1.0
@@ -80,7 +80,7 @@ class Agent:
         self._root = ram_root(config.ram.path)
         self._given = ram
         self._folder = ram or self._root
-        """Where RAM is, once it is found."""
+        """The RAM folder, once it is found."""
         self._places: list[Place] = []
         self._config = config
         self._life = life
@@ -88,7 +88,7 @@ class Agent:
         self._opened = False
         self._claim = -1
         self._identity: tuple[int, int] | None = None
-        """Of the folder that is claimed."""
+        """Identity of the folder that is claimed."""
         self._wire: Wire | None = None
         self._dead: tuple[Holder, ...] = ()
         self._finishing: asyncio.Task[None] | None = None

@@ -52,7 +52,7 @@ class LentTiers:
             self.give_back(name)
 
     async def find(self, operation: said.Find) -> list[tuple[bytes, str, int, int]]:
-        """Where the tier has those chunks intact."""
+        """Locate intact copies of chunks on a lent tier."""
         tier = self._lent_one(operation.tier)
         await refer_to_intact(self._state, tier, None, operation.sizes)
         packs = tier.packs

@@ -1,4 +1,4 @@
-"""What the agent does for the trainer that it is connected to: tells what happens, and carries out what is asked."""
+"""The agent's end of a connection: sends state deltas and events to the trainer, and executes its requests."""
 
 from __future__ import annotations
 

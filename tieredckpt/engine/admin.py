@@ -35,7 +35,7 @@ class Admin:
 
     @property
     def _tiers(self) -> Sequence[Tier]:
-        """Those that it works on."""
+        """Tiers that a verb works on."""
         return self._state.tiers
 
     def _of_derived(self, name: str) -> Admin | None:

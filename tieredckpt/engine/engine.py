@@ -91,7 +91,7 @@ class Engine:
         self._tasks: list[asyncio.Task[None]] = []
         self.promoters: dict[str, Promoter] = {}
         self.exporter: Exporter | None = None
-        """What exports behind the training; None where nothing is to be exported, or another process does it."""
+        """Exports steps behind the training; None where there are no exports, or another process makes them."""
         self._snapshot = 0
         """Bytes that a save is known to take."""
         self.prepared = False

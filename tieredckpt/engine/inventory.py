@@ -74,7 +74,7 @@ class ArrayInfo:
     nbytes: int
     chunks: int
     kind: str
-    """What it was in the tree that was saved: ``numpy``, ``torch``, ``jax`` and so on."""
+    """Kind of the array in the saved tree: ``numpy``, ``torch``, ``jax`` and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class TierInfo:
     problem: str
     """Why it is not healthy, or that there is no RAM of this store just now, which is no fault."""
     note: str
-    """What a person should know of it though it works, such as that it has no room for all that it should retain."""
+    """Note for people about a tier that works, such as that it has no room for all that it should retain."""
     steps: int
     """How many it holds."""
     damaged: tuple[DamagedStep, ...]

@@ -55,7 +55,7 @@ class Refresh:
         self._left_behind: set[StepId] = set()
         """Steps in RAM that the training has not gone on from."""
         self._seen: Hashable = None
-        """What `seen_in_ram` said last."""
+        """The last result of `seen_in_ram`."""
 
     async def looking(self, work: Callable[[], Awaitable[T]], *, packs: bool = False) -> T:
         """The result of work that looks at the store as it is now, again when a step moves while it is read.

@@ -34,7 +34,7 @@ def _copied(tree: Any, unchanged: set[tuple[str, int]]) -> Any:
 
 
 def _data(tensor: Any) -> tuple[str, int]:
-    """Where a tensor, or what this rank has of a distributed one, has its data."""
+    """Address of the data of a tensor, or of this rank's part of a distributed one."""
     with torch.no_grad():
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     plain = local.layout == torch.strided and not hasattr(local, "__tensor_flatten__")

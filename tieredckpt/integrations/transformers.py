@@ -353,7 +353,7 @@ def _of_all_ranks(mine: Any) -> list[Any]:
 
 
 def _on_rank_0(decide: Callable[[], T]) -> T:
-    """What rank 0 returns or raises, for all ranks: what is in folders and tiers may look different elsewhere."""
+    """Run on rank 0 and return its result or error on all ranks, which may see other folders and tiers."""
     if not (dist.is_available() and dist.is_initialized()):
         return decide()
     told: list[Any] = [None]

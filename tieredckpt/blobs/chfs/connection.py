@@ -64,7 +64,7 @@ class Connection:
 
     @property
     def folder(self) -> str:
-        """Where the objects lie; known once it has connected."""
+        """Folder of the objects; known after `connect`."""
         assert self._ring is not None, "a verb connects first"
         return self._ring.folder
 

@@ -122,7 +122,7 @@ class ChfsStore:
         return self._connection.responsive
 
     def facts(self) -> Mapping[str, str]:
-        """What `tieredckpt.blobs.checkup.Facts` says."""
+        """See `tieredckpt.blobs.checkup.Facts`."""
         link = self.link
         if link is None:
             return {}

@@ -45,7 +45,7 @@ _SIZES_AT_A_TIME = 32
 _SIZE = re.compile(r"value of size (\d+)")
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|os_error_code='(?:28|122)'")
 _NO_FOLDER = "Cannot list non-directory"
-"""What the file driver says of a prefix that is an object: no folder, hence an empty one."""
+"""Error text of the file driver for a prefix that is an object; the store treats it as an empty folder."""
 
 _CONDITION_FAILED = b""
 """The generation that TensorStore returns for a write whose condition did not hold."""
@@ -285,7 +285,7 @@ def _foreign(error: Exception, where: str, doing: str) -> TieredCkptError:
 
 
 def _traits(spec: Mapping[str, Any], survives: Survives | None, object_size: int) -> Traits:
-    """What a driver is known to do; of one that is not known nothing is expected but its verbs."""
+    """Traits of a driver; an unknown driver is assumed to have the verbs alone."""
     outlives, durable, atomic, create_only = Survives.NOTHING, False, False, False
     match spec.get("driver"):
         case "memory":

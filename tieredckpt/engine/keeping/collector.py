@@ -1,4 +1,4 @@
-"""What leaves a tier: steps by policy and for room, packs that no step needs, packs that are mostly dead."""
+"""Retention and collection: deletes steps by policy and for room, and packs that no step needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DELETES_AT_A_TIME = 16
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection reclaimed on one tier."""
+    """Result of a collection on one tier."""
 
     tier: str
     packs: int = 0

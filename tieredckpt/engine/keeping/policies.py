@@ -101,7 +101,7 @@ def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy:
 
 
 def _waits_for_derivation(derivation: DerivedState, step: StepId, tier: Tier, *, only_healthy: bool) -> bool:
-    """As `waits_for_promotion`, for a step that is to be derived from the tier."""
+    """Whether a step is still to be derived from the tier, as `waits_for_promotion`."""
     other = derivation.target
     if tier not in derivation.tiers[:-1] or step in other.steps.stuck:
         return False

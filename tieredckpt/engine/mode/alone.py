@@ -45,15 +45,15 @@ class Alone:
     report_stuck: ReportStuck | None = None
     """Tells others that a step cannot come to a tier for now."""
     repair_elsewhere: RepairElsewhere | None = None
-    """Has damage repaired on tiers that another process manages."""
+    """Asks another process to repair damage on the tiers that it manages."""
 
     def __init__(self, state: State, collector: Collector) -> None:
         self.state = state
         self.collector = collector
         self.admin = self._make_admin()
-        """What people ask for."""
+        """The verbs for people."""
         self.slower_tiers = self._make_slower_tiers()
-        """Where a save goes that RAM cannot hold."""
+        """The tiers for a save that RAM cannot hold."""
 
     def _make_admin(self) -> Admin:
         return Admin(self.state, self.collector, self.promote)
@@ -137,7 +137,7 @@ class Alone:
 
     @property
     def chosen(self) -> ChosenStep | None:
-        """What all ranks restore at present."""
+        """The step that all ranks restore at present."""
         return None
 
     async def begin_reading(self) -> bool:

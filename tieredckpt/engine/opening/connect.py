@@ -41,7 +41,7 @@ __all__ = ["connect", "connect_ram", "identify", "make_derived_tiers", "make_tie
 _log = logging.getLogger("tieredckpt")
 
 _Seen = tuple[StoreMarker | None, bool]
-"""What `marker_of` tells."""
+"""Result of `marker_of`."""
 
 _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30

@@ -63,7 +63,7 @@ def _only_store(records: Sequence[StepRecord]) -> str | None:
 
 
 async def _newest_records(tier: Tier) -> list[StepRecord]:
-    """Of the newest steps that can be read."""
+    """Records of the newest steps that can be read."""
     found: list[StepId] = []
     async for info in tier.store.list(layout.STEPS):
         folder, _, name = info.key.rpartition("/")

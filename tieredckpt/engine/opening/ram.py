@@ -48,7 +48,7 @@ _log = logging.getLogger("tieredckpt")
 
 
 def ram_folder(state: State) -> Path:
-    """Where the RAM of this store is on this machine; of several ranks, each has a folder in it."""
+    """The folder of this store's RAM on this machine; with several ranks, each has a folder in it."""
     if (ram := state.tiers[0].ram) is not None:
         folder = Path(ram.store.location)
         return folder.parent if folder.name.startswith(RANK_FOLDER) else folder

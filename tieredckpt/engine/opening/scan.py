@@ -289,7 +289,7 @@ def _adopt(ram: Ram, index: StepIndex) -> bool:
 
 
 async def pack_table(tier: Tier, key: str, size: int) -> NDArray[Any]:
-    """What the footer of a pack lists, of dtype `RECORD`; the tier remembers whether that is compressed.
+    """Entries in the footer of a pack, of dtype `RECORD`; the tier remembers whether they are compressed.
 
     Raises `Corrupt`, `NotFound`, `TierUnavailable`.
     """

@@ -110,6 +110,6 @@ def _of_one_encoding(tier: Tier, sizes: Mapping[bytes, int], wanted: Encoding) -
 
 
 def _verified(tier: Tier, index: StepIndex, digests: AbstractSet[bytes]) -> set[bytes]:
-    """Those of the chunks to which a committed step refers where they were found."""
+    """Chunks that a committed step refers to at the place where they were found."""
     extents = unique_extents(index.arrays)
     return {digest for digest in digests & extents.keys() if tier.packs.index.get(digest) == extents[digest]}

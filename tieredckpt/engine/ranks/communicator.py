@@ -36,7 +36,7 @@ COORDINATOR = 0
 
 
 class RanksMissing(RanksUnavailable):
-    """Some ranks did not answer; ``came`` has the answers of the others."""
+    """Raised when ranks did not answer; ``came`` has the answers of the others."""
 
     def __init__(self, message: str, ranks: Collection[int], came: Mapping[int, bytes] | None = None) -> None:
         super().__init__(message, sorted(ranks))

@@ -139,7 +139,7 @@ class Group:
         return task
 
     def start_last(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """As `start`, for the last messages of a call that was cancelled; does nothing after `close`."""
+        """Start the last messages of a cancelled call, as `start`; does nothing after `close`."""
         if self._left:
             work.close()
         else:
@@ -157,7 +157,7 @@ class Group:
         self._silent.update(ranks)
 
     async def gather(self, topic: str, data: bytes, *, timeout: float | None = None) -> dict[int, bytes]:
-        """As `gather` among all ranks, within the deadline or ``timeout`` seconds; notes which ranks time out."""
+        """Gather from all ranks, within the deadline or ``timeout`` seconds; notes which ranks time out."""
         try:
             came = await gather(self.communicator, topic, data, timeout=self.deadline if timeout is None else timeout)
         except RanksMissing as error:

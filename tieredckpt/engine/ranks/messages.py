@@ -64,7 +64,7 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class Catalog(msgspec.Struct, frozen=True):
-    """What a shared tier holds."""
+    """Content of a shared tier."""
 
     tier: str
     known: bool
@@ -75,7 +75,7 @@ class Catalog(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """What rank 0 sends when all ranks have opened their tiers."""
+    """Answer of rank 0 when all ranks have opened their tiers."""
 
     whole: tuple[StepRecord, ...]
     """Steps of which all parts are in the ranks' RAM, without the structures."""
@@ -134,7 +134,7 @@ class CompareReplicas(msgspec.Struct, frozen=True, tag=True):
 
     attempt: str
     groups: tuple[bytes, ...]
-    """As `Save` names them."""
+    """Groups of ranks, named as in `Save`."""
 
 
 class Promote(msgspec.Struct, frozen=True, tag=True):

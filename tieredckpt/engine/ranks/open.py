@@ -48,7 +48,7 @@ Parts = dict[tuple[int, int], dict[int, bytes]]
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What rank 0 found on the shared tiers."""
+    """Content of the shared tiers, as rank 0 found it."""
 
     marker: StoreMarker
     catalogs: tuple[Catalog, ...]
@@ -267,7 +267,7 @@ async def discard_unused(leftovers: list[Tier], kept: set[StepId]) -> None:
 
 
 def catalog_of(tier: Tier) -> Catalog:
-    """What rank 0 knows of a shared tier."""
+    """Content of a shared tier, as rank 0 knows it."""
     return Catalog(
         tier.name,
         tier.marker is not None,

@@ -34,7 +34,7 @@ _log = logging.getLogger("tieredckpt")
 
 @dataclass(frozen=True, slots=True)
 class Unrepaired:
-    """What stays damaged on a tier: arrays by key, and why. With a `Corrupt` they are intact nowhere: lost."""
+    """Arrays that stay damaged on a tier, and why. With a `Corrupt` they are intact nowhere: lost."""
 
     keys: tuple[str, ...]
     error: TieredCkptError

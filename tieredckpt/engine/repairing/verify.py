@@ -20,7 +20,7 @@ __all__ = ["Verified", "verify_on", "verify_step"]
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What verifying a step on a tier found."""
+    """Result of verifying a step on a tier."""
 
     id: StepId | None
     """None for what belongs to no step: a tier's marker, the footers of its packs."""
@@ -33,9 +33,9 @@ class Verified:
     """
     repaired: bool
     problem: str
-    """What is wrong, or why the tier could not be read; empty when all of the step was found intact."""
+    """Description of the damage, or why the tier could not be read; empty if the whole step is intact."""
     lost: tuple[str, ...] = ()
-    """Those of the damaged that are intact on no tier, as an attempt to repair them has shown."""
+    """Damaged arrays that no tier has intact, as an attempt to repair them has shown."""
 
     @property
     def intact(self) -> bool:
@@ -53,7 +53,7 @@ async def verify_step(
     repair: bool,
     progress: Callable[[int], None] | None,
 ) -> list[Verified]:
-    """As `verify_on`, for a step by its number, on one tier or on every tier that holds it. Raises `NotFound`."""
+    """Verify a step by its number, on one tier or on every tier that holds it, as `verify_on`. Raises `NotFound`."""
     step = state.find(number, serial, damaged=number is not None)
     tiers = [state.tier(name)] if name is not None else list(state.tiers)
     holding = [tier for tier in tiers if step in tier.steps.held or step in tier.steps.damaged]

@@ -76,9 +76,9 @@ class RoundedSource(StepSource):
 
     exact: StepSource | None = field(kw_only=True, default=None)
     bounds: Mapping[str, Bound] = field(kw_only=True, default_factory=dict)
-    """Of the arrays that are rounded, by storage key."""
+    """Bounds of the arrays that are rounded, by storage key."""
     remembered: dict[ToRound, RoundedChunk] = field(kw_only=True, default_factory=dict)
-    """What the tier remembers of the chunks."""
+    """Results of earlier roundings, which the tier remembers."""
 
     @classmethod
     @asynccontextmanager
@@ -152,7 +152,7 @@ class DerivedSource(StepSource):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the rules of a tier do to the arrays of a step."""
+    """Effect of a tier's rules on the arrays of a step."""
 
     rules: tuple[Rule, ...]
     chosen: Mapping[str, int]

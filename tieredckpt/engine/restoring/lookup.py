@@ -16,7 +16,7 @@ StepCopy = tuple[StepId, StepRecord | None, State | None]
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a caller of `restore` asks for, which all ranks must ask for alike."""
+    """The step that a caller of `restore` wants; all ranks must want the same."""
 
     step: int | None
     whole: bool
@@ -31,7 +31,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 async def copies(state: State, step: int | None, tier: str | None = None) -> list[StepCopy]:
-    """What ``restore(lossy=True)`` takes a step from: the step as it was saved, then each lossy copy, nearest first.
+    """Candidates of ``restore(lossy=True)``: the exact step, then each lossy copy, nearest first.
 
     Without a number, the lossy copies of a newer step take the place of both. ``tier`` names the one tier whose lossy
     copy is wanted. Raises as `look_up` where there is nothing to take.

@@ -180,7 +180,7 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
 
 
 def _chunk(piece: Piece) -> tuple[Chunk, int]:
-    """What pieces have in common that are read once."""
+    """The chunk that pieces have in common; it is read once."""
     return piece.chunk, piece.nbytes
 
 

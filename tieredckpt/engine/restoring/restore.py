@@ -56,7 +56,7 @@ Repair = Callable[[StepId, Sequence[Damage], Unreadable], None]
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the caller says of the tree that it gets; see `CheckpointStore.restore`."""
+    """Options of a caller about the tree; see `CheckpointStore.restore`."""
 
     keys: Sequence[str] | None
     like: Any
@@ -64,12 +64,12 @@ class _Shape:
     as_: MadeAs | Literal["specs"]
     cast: bool
     streams: Mapping[Device, Stream]
-    """Those on which the trainer works."""
+    """Streams on which the trainer works."""
     copy: bool
 
 
 class Together(Protocol):
-    """What a restore asks of the mode: to act together with the other ranks."""
+    """The part of a mode that a restore uses to act together with the other ranks."""
 
     async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run this rank's work of a restore. Raises if it fails on any rank."""
@@ -89,7 +89,7 @@ class Together(Protocol):
 
     @property
     def chosen(self) -> ChosenStep | None:
-        """What all ranks restore at present; None for one rank."""
+        """The step that all ranks restore at present; None for one rank."""
         ...
 
     async def begin_reading(self) -> bool:
@@ -367,7 +367,7 @@ def _given(leaves: Sequence[ArrayLeaf], streams: Mapping[Device, Stream]) -> dic
 
 @dataclass(frozen=True, slots=True)
 class _Fillable:
-    """What is filled beside new arrays of the host."""
+    """Targets that are filled beside new arrays of the host."""
 
     given: Mapping[str, Target]
     like: Mapping[str, ArrayLeaf]

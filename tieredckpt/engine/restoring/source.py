@@ -1,4 +1,4 @@
-"""Where the bytes of a step come from: chunk by chunk, from the nearest tier that has them intact."""
+"""Sources of a step's bytes: reads each chunk from the nearest tier that has it intact."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class StepSource:
     progress: Callable[[int], None] | None = None
     """Told the bytes of each part that was read; from any thread."""
     near: Near | None = None
-    """Of several ranks: where chunks of the step are in the RAM of this machine; the index need not tell."""
+    """With several ranks: places of the step's chunks in the RAM of this machine, which the index may not name."""
     passing: Passing | None = None
-    """Of several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
+    """With several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
     _overdue: set[str] = field(default_factory=set)
     """Tiers whose last read was not answered in time."""
     _digests: dict[str, dict[bytes, Extent]] = field(default_factory=dict)
@@ -201,7 +201,7 @@ class StepSource:
                     yield tier, extent  # of another step, or of this one after a repair
 
     def _where(self, tier: Tier, index: StepIndex, key: str, ordinal: int, digest: bytes) -> Extent | bytes | None:
-        """Where a tier's index of the step has a chunk; parts of ranks are cut as the whole step need not be."""
+        """Place of a chunk in a tier's index of the step; parts of ranks may have another grid than the whole step."""
         array = index.arrays.get(key)
         if array is not None and ordinal < len(array.chunks) and array.chunks[ordinal].digest == digest:
             return array.chunks[ordinal].where
@@ -307,7 +307,7 @@ class StepSource:
     async def _in_turn(
         self, key: str, ordinal: int, digest: bytes, bad: Tier | None
     ) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
-        """As `candidates`, without what ``bad`` was found not to have; then those that had not answered in time.
+        """Yield `candidates` without those that ``bad`` lacks; then those that had not answered in time.
 
         Each of these as often as its tier tries again what failed.
         """

@@ -47,7 +47,7 @@ def empty_targets(step: StepId, forms: Mapping[str, Form]) -> dict[str, npt.NDAr
 
 
 def given_on_device(leaf: ArrayLeaf, ready: Mapping[Device, Event]) -> DeviceTarget | None:
-    """What the leaf has in the memory of a device, to be filled once that is ``ready``; None for one on the host."""
+    """Device memory of a leaf, to be filled once that is ``ready``; None for a leaf on the host."""
     found = device_view(leaf)
     return None if found is None else DeviceTarget(*found, leaf.shape, leaf.dtype, ready.get(found[0]))
 

@@ -35,7 +35,7 @@ _log = logging.getLogger("tieredckpt")
 
 @dataclass(slots=True)
 class ReaderState:
-    """What only a process that does not write uses."""
+    """Parts of the state that only a process that does not write uses."""
 
     ram_steps: dict[StepId, MergedRam] = field(default_factory=dict)
     """Steps that are whole in the RAM of ranks of this machine."""
@@ -109,7 +109,7 @@ class State:
         return serial in self.branch
 
     def newest(self) -> StepId | None:
-        """What a restore takes: the newest step of the branch."""
+        """The newest step of the branch, which a restore takes."""
         return next((step for step in reversed(self.records()) if self.on_line(step.serial)), None)
 
     def find(self, step: int | None, serial: int | None = None, *, damaged: bool = False) -> StepId:
@@ -210,7 +210,7 @@ class State:
     # -- policies -----------------------------------------------------------------------------------------
 
     def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
-        """What policies see; with ``and_on``, as if that tier held that step too.
+        """The view of the store for policies; with ``and_on``, as if that tier held that step too.
 
         With ``at_rest``, as it would be if no promotion were under way.
         """
@@ -221,11 +221,11 @@ class State:
         return views.store_view(steps, tiers, self.tiers[0], self.membership, self.observation)
 
     def tier_view(self, tier: Tier, *, at_rest: bool = False) -> TierView:
-        """What policies see of a tier; ``at_rest`` as for `view`."""
+        """The view of a tier for policies; ``at_rest`` as for `view`."""
         return views.tier_view(tier, at_rest=at_rest)
 
     def observe(self, step: int | None = None) -> Observed:
-        """What schedules see; see `Observation.observe`."""
+        """The observations for schedules; see `Observation.observe`."""
         return self.observation.observe(step, self.branch, self.tiers)
 
 

@@ -34,7 +34,7 @@ class Encoded:
 
 
 def free_btree_key(tier: Tier, step: StepId) -> str:
-    """Where the nodes of the next commit of a step may lie: a name that no other commit of this step has used."""
+    """A free key for the index nodes of the next commit of a step: no other commit of this step has used it."""
     key = layout.btree_key(step.step, step.serial)
     return f"{key}-{secrets.token_hex(4)}" if tier.store.traits.remote or _may_be_there(tier, step) else key
 

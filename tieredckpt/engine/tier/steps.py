@@ -148,7 +148,7 @@ class IndeterminateCommit:
     packs: frozenset[str]
     """That it refers to."""
     btree_keys: frozenset[str]
-    """Where its index nodes lie, and those of others that failed before it: the mark of this process."""
+    """Keys of its index nodes, and of failed commits before it; they identify commits of this process."""
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -159,7 +159,7 @@ class IndeterminateCommit:
 
 @dataclass
 class Steps:
-    """What one tier knows of steps. Each method is a transition of a step from one state to another."""
+    """States of the steps of one tier. Each method is a transition of a step from one state to another."""
 
     held: HeldSteps = field(default_factory=HeldSteps)
     parts: dict[StepId, Held] = field(default_factory=dict)

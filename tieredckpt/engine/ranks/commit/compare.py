@@ -116,7 +116,7 @@ def _digest(cell: Cell, outlet: Outlet) -> bytes:
 
 
 class Comparison:
-    """What the ranks of a store have alike in the saves that are not decided on. Lives on the engine's loop."""
+    """Compares replicas of undecided saves across ranks. Runs on the engine's loop."""
 
     def __init__(self, state: State, group: Group) -> None:
         self._state = state
@@ -185,7 +185,7 @@ def _topic(asked: CompareReplicas) -> str:
 def _compared(
     groups: Sequence[bytes], votes: Mapping[int, Mapping[bytes, bytes]], came: Mapping[int, bytes]
 ) -> tuple[tuple[Difference, ...], list[int]]:
-    """What differs in some groups of ranks, and the ranks of these groups that have not sent their digests."""
+    """Differences within some groups of ranks, and the ranks of these groups that have not sent their digests."""
     said: dict[int, dict[bytes, Digests]] = {rank: decode(data, dict[bytes, Digests]) for rank, data in came.items()}
     silent = [rank for rank in votes if any(name in votes[rank] and name not in said.get(rank, {}) for name in groups)]
     return tuple(difference for name in groups for difference in differences(_by_key(name, said))), silent

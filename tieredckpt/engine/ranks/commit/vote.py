@@ -73,7 +73,7 @@ class Votes:
         """At rank 0: the steps that the parts make together."""
         self.comparison = Comparison(state, group)
         self._epoch = 0
-        """Of the last restore."""
+        """Epoch: the number of the last common restore."""
         self._saves: Counter[int] = Counter()
         """How often each step was saved since the last restore."""
         self._saving: set[str] = set()

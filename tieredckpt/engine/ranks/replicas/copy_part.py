@@ -220,13 +220,13 @@ async def _have_room(tier: Tier, ram: Ram, step: StepId, sizes: Mapping[bytes, i
 
 @dataclass
 class _Taken:
-    """What a part that is being received uses of the slab: chunks that were there, and extents for the others."""
+    """Chunks and extents of the slab that a part uses while it is received."""
 
     tier: Tier
     ram: Ram
     uses: list[bytes] = field(default_factory=list)
     extents: dict[bytes, tuple[int, Bytes]] = field(default_factory=dict)
-    """Of chunks that have not arrived yet."""
+    """Extents of chunks that have not arrived yet."""
     places: dict[bytes, Extent] = field(default_factory=dict)
     committed: bool = False
 

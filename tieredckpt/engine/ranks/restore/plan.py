@@ -27,7 +27,7 @@ __all__ = ["Stock", "Task", "decode_stock", "decode_tasks", "encode_stock", "enc
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What one rank reports to rank 0: the chunks that it needs and has not in RAM, and those that it can send."""
+    """A rank's report to rank 0: the chunks that it needs and has not in RAM, and those that it can send."""
 
     needs: Mapping[bytes, int]
     """Bytes of each, by digest; in the order in which they lie on the slower tier."""

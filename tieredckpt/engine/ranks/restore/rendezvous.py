@@ -47,7 +47,7 @@ class Rendezvous:
         self._called: dict[int, int] = {}
         """Those of them that are to confirm, and the ask that each is to confirm."""
         self._here: set[int] = set()
-        """Those that have confirmed."""
+        """Ranks that have confirmed."""
         self._came = Notification()
         self._epoch = 0
 
