@@ -171,7 +171,7 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 class TierConfig(Settings):
-    """Settings of every kind of tier. A kind derives its model from this, with one literal as the default of ``kind``."""
+    """Settings of every kind of tier. A kind derives its model from this, with a literal as the default of ``kind``."""
 
     kind: str
     name: Name

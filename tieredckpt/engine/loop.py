@@ -83,7 +83,7 @@ class Work(Generic[T]):
             self.ended.open()
 
     def result(self, seconds: float | None = None) -> T:
-        """Wait for the result or the error of the work; `Closed` if cancelled, `TimeoutError` after ``seconds``. Blocks."""
+        """Wait for the result or error of the work; `Closed` if cancelled, `TimeoutError` after ``seconds``. Blocks."""
         if not self.ended.wait(seconds):
             raise TimeoutError
         if self._refused:

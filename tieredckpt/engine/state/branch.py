@@ -100,7 +100,7 @@ class Branch:
     # -- saves --------------------------------------------------------------------------------------------
 
     def decide(self, step: int, origin: Origin | None, *, overwrite: bool) -> Continued:
-        """Decide at its turn which branch a save of ``step`` continues; ``origin`` is the last restore before the call."""
+        """Decide at its turn which branch a save of ``step`` continues; ``origin`` is the last restore before it."""
         line, newest, restored_from, lossy = self.line, self._newest(), self.restored_from, self.lossy
         if self._pending:
             newest, before = next(reversed(self._pending.items()))
