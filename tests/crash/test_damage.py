@@ -96,7 +96,7 @@ async def assert_clean(store: CheckpointStore, *tiers: str) -> None:
     assert not any(info.damaged for info in await store.steps())
 
 
-async def test_a_commit_that_could_not_be_read_once_is_read_again_by_whoever_verifies(place: Path) -> None:
+async def test_a_commit_that_could_not_be_read_once_is_read_again_by_a_verification(place: Path) -> None:
     async with opened(place, "disk") as store:
         await store.save(1, state(1))
     (manifest,) = (place / "of-test" / "disk").glob("steps/*/manifest.ocdbt")
@@ -159,7 +159,7 @@ async def test_a_commit_that_is_misread_after_all_was_well_keeps_its_packs_for_t
         assert not found.problem
 
 
-async def test_beside_a_commit_that_cannot_be_read_a_full_tier_gives_up_nothing_in_vain(
+async def test_beside_a_commit_that_cannot_be_read_a_full_tier_deletes_no_more_than_it_must(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = place / "of-test" / "disk"

@@ -155,7 +155,7 @@ async def test_what_is_lost_everywhere_is_named(place: Place) -> None:
             await store.restore(1, resume=False)
 
 
-async def test_a_rollback_is_known_to_whoever_promotes(place: Place) -> None:
+async def test_the_promoter_learns_of_a_rollback(place: Place) -> None:
     async with place.opened(retain={"kind": "last_n", "n": 2}) as store:
         for step in (1, 2, 3):
             await store.save(step, tree(step))
@@ -192,7 +192,7 @@ async def test_a_look_at_an_older_step_costs_none_that_was_saved_after_it(place:
         assert_same(restored.tree, tree(3))
 
 
-async def test_a_fork_is_known_to_whoever_promotes_with_the_step_that_makes_it(place: Place) -> None:
+async def test_the_promoter_learns_of_a_fork_with_the_step_that_makes_it(place: Place) -> None:
     async with place.opened(promote={"kind": "on_signal", "signal": "now"}, retain={"kind": "last_n", "n": 2}) as store:
         for step in (1, 2, 3):
             await store.save(step, tree(step))
