@@ -242,7 +242,7 @@ _HOMES = {
         "Sharded",
     ),
 }
-"""Where each name is defined that is imported when it is first used."""
+"""The module that defines each name which is imported at its first use."""
 
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = frozenset(

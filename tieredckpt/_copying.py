@@ -35,7 +35,7 @@ T = TypeVar("T")
 _log = logging.getLogger("tieredckpt")
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | StoreConfig
-"""What `tieredckpt.CheckpointStore.open` takes."""
+"""Everything that `tieredckpt.CheckpointStore.open` accepts."""
 
 
 @dataclass(frozen=True, slots=True)

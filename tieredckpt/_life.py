@@ -66,7 +66,7 @@ class StoreLife:
 
     @property
     def loop(self) -> EngineLoop:
-        """Where the store's work runs. Raises `Closed` before opening, and in a process that was forked since."""
+        """The loop that runs the store's work. Raises `Closed` before opening, and in a process forked since."""
         if self._loop is None:
             raise Closed("the store is not open yet: use `async with`, or await it")
         self._loop.thread.check_process()

@@ -164,7 +164,7 @@ _of_parents: list[Opened] = []
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a store would write, as far as its configuration tells."""
+    """The places that a store writes to, as far as its configuration names them."""
 
     tiers: frozenset[str]
     rank: int | None

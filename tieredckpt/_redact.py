@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["REDACTED", "is_redacted", "redacted", "redacted_text", "secrets_of", "without_secrets"]
 
 REDACTED = "REDACTED"
-"""What stands in the place of a secret."""
+"""Replacement text of a secret."""
 
 _PARTS = re.compile(
     r"secret|passw|passphrase|credential|authorization|signature|bearer|cookie|(?:api|access|account|private)key|token$"
@@ -49,7 +49,7 @@ def redacted(value: Any) -> Any:
 
 
 def without_secrets(value: Any) -> Any:
-    """As `redacted`, but a secret leaves nothing in its place."""
+    """Remove secrets, where `redacted` replaces them."""
     if isinstance(value, str):
         return _QUERY.sub(r"\1", _USER.sub("", value))
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What installed packages offer through the entry points of a group, by name: policies, and kinds of tier."""
+"""Find policies, kinds of tier and formats of installed packages by name, through entry points."""
 
 from __future__ import annotations
 

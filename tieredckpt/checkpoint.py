@@ -1,4 +1,4 @@
-"""What a save and a restore hand to the trainer: `Checkpoint` and `Restored`, and their blocking forms."""
+"""Results of a save and of a restore: `Checkpoint` and `Restored`, and their blocking forms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Checkpoint:
         """The trainer's number."""
         self._engine = engine
         self._loop = loop
-        """Where the store's work runs."""
+        """The loop that runs the store's work."""
         self._saving = saving
         self._lazy = lazy
 
@@ -44,7 +44,7 @@ class Checkpoint:
 
     @property
     def saved(self) -> Saved | None:
-        """What the save did: bytes, new bytes, seconds; None while the save goes on behind the training."""
+        """Result of the save: bytes, new bytes, seconds; None while the save goes on behind the training."""
         if not isinstance(self._saving, asyncio.Task):
             return self._saving
         if self._saving.done() and not self._saving.cancelled() and self._saving.exception() is None:
@@ -112,7 +112,7 @@ class SyncCheckpoint:
 
     @property
     def saved(self) -> Saved | None:
-        """What the save did: bytes, new bytes, seconds; None while the save goes on behind the training."""
+        """Result of the save: bytes, new bytes, seconds; None while the save goes on behind the training."""
         return self._checkpoint.saved
 
     @property

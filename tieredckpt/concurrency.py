@@ -18,16 +18,16 @@ __all__ = [
     "on_own_thread",
     "outlast",
     "run_for",
-    "settle",
     "together",
     "told_to_end",
+    "until_done",
     "whole",
 ]
 
 T = TypeVar("T")
 
 
-async def settle(running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
+async def until_done(running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
     """The result of ``running``; when cancelled, make it give up, and wait until it has."""
     try:
         return await asyncio.shield(running)
@@ -39,11 +39,11 @@ async def settle(running: asyncio.Future[T], give_up: Callable[[], object]) -> T
 
 async def in_thread(function: Callable[..., T], *arguments: Any, pool: Executor | None = None) -> T:
     """``function(*arguments)`` on a thread of ``pool``; a cancellation is raised when the thread has ended."""
-    return await settle(asyncio.get_running_loop().run_in_executor(pool, function, *arguments), lambda: None)
+    return await until_done(asyncio.get_running_loop().run_in_executor(pool, function, *arguments), lambda: None)
 
 
 def on_own_thread(what: str, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """As `begun_on_own_thread`, for a coroutine."""
+    """Run a coroutine as `begun_on_own_thread` runs a function."""
     return asyncio.wrap_future(begun_on_own_thread(what, function, *arguments))
 
 
@@ -84,7 +84,7 @@ async def left_behind_after(seconds: float, tier: str, what: str, function: Call
 
 async def whole(work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which runs to its end; only then is a cancellation raised."""
-    return await settle(asyncio.ensure_future(work), lambda: None)
+    return await until_done(asyncio.ensure_future(work), lambda: None)
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:

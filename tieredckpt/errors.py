@@ -67,7 +67,7 @@ class RanksUnavailable(TieredCkptError):
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
-        """Those that did not answer, as far as known."""
+        """Ranks that did not answer, as far as known."""
 
 
 class NoSpace(TieredCkptError):

@@ -105,7 +105,7 @@ class FrozenChanged(Event):
 
     @property
     def advice(self) -> str:
-        """What happened, and what to do about it."""
+        """Description of the event, and advice what to do."""
         since = "steps" if self.checked is None else f"steps after {self.checked}"
         return (
             f"array {self.key!r} is declared frozen and has changed: {since} up to {self.step} may hold its bytes of "
@@ -161,7 +161,7 @@ class ReplicasDiffer(Event):
 class StepPromoted(Event):
     """A step was committed on a slower tier; ``written`` counts the bytes of its new packs, those of this rank.
 
-    ``seconds`` is what copying it took, and ``lag`` the time since its save; 0 where it was there and is mended.
+    ``seconds`` is what copying it took, and ``lag`` the time since its save; 0 where it was there and is repaired.
     """
 
     step: int

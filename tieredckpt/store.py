@@ -213,7 +213,7 @@ class CheckpointStore:
         resume: bool | None = None,
         lossy: bool = False,
     ) -> Restored | None:
-        """Bring a step back: the newest from the nearest tier, every chunk verified, damage mended.
+        """Bring a step back: the newest from the nearest tier, every chunk verified, damage repaired.
 
         It changes nothing that is stored. A call of all ranks, which restore one step, with one ``resume``, all of
         them whole or none; if one fails, all raise.
@@ -377,7 +377,7 @@ class CheckpointStore:
 
         Args:
             serial: which save, where the number was saved on several branches.
-            repair: mend what is damaged from the tiers that have it intact.
+            repair: repair what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """
         step = None if step is None else checked_step(step)

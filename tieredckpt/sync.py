@@ -166,7 +166,7 @@ class SyncStore:
         resume: bool | None = None,
         lossy: bool = False,
     ) -> SyncRestored | None:
-        """Bring a step back: the newest from the nearest tier, every chunk verified, damage mended.
+        """Bring a step back: the newest from the nearest tier, every chunk verified, damage repaired.
 
         It changes nothing that is stored. A call of all ranks, which restore one step, with one ``resume``, all of
         them whole or none; if one fails, all raise.
@@ -325,7 +325,7 @@ class SyncStore:
 
         Args:
             serial: which save, where the number was saved on several branches.
-            repair: mend what is damaged from the tiers that have it intact.
+            repair: repair what is damaged from the tiers that have it intact.
             progress: called with the bytes of each part that was read, from any thread.
         """
         return self._run(self._store.verify(step, tier, serial=serial, repair=repair, progress=progress))

@@ -382,7 +382,7 @@ def test_a_job_of_two_ranks_is_measured_and_says_so(tmp_path: Path, capsys: pyte
     assert unlike(msgspec.structs.replace(report, ranks=1), report) == ["1 and 2 ranks saved together"]
 
 
-def test_a_turn_ends_with_whoever_asked_for_it(tmp_path: Path) -> None:
+def test_a_turn_ends_with_its_caller(tmp_path: Path) -> None:
     with places(tmp_path) as where:
         asked = spec(folder=str(where.folder), shared=str(where.shared), result=str(where.result), repeats=10_000)
         process = subprocess.Popen([sys.executable, "-P", "-m", "tieredckpt.bench.turn"], stdin=subprocess.PIPE)

@@ -276,9 +276,7 @@ def stop_when_it_reads(agent: int, manifest: Path, disk: Path) -> None:
     os.kill(agent, signal.SIGSTOP)
 
 
-async def test_an_agent_reads_what_it_promotes_and_nobody_overwrites_it(
-    shared_memory: Path, ram_folder: Path, disk: Path
-) -> None:
+async def test_memory_that_an_agent_reads_is_not_overwritten(shared_memory: Path, ram_folder: Path, disk: Path) -> None:
     tiers = {
         "ram": ram(shared_memory, capacity="1 MiB", on_close="keep"),  # for five steps
         "disk": folder(disk, rate_limit="300 KB/s", retain="all"),

@@ -108,7 +108,7 @@ async def test_steps_acknowledged_while_servers_join_are_read_by_a_fresh_process
 ) -> None:
     real = "real" in request.node.name
     if not real:
-        monkeypatch.setattr(choice, "_settle", lambda _: 1.5)
+        monkeypatch.setattr(choice, "_stable_for", lambda _: 1.5)
         limit(monkeypatch, last_retry=0.5)
     ring, ended, acknowledged = make(waiting=True), asyncio.Event(), set[int]()
     pmem = ring.defaults if servers is None else ring.defaults | {"servers": servers}

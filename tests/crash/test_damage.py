@@ -1,4 +1,4 @@
-"""Damage on any tier is found, read around and mended; what is lost everywhere is named, and never made up."""
+"""Damage on any tier is found, read around and repaired; what is lost everywhere is named, and never made up."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def assert_clean(store: CheckpointStore, *tiers: str) -> None:
     assert not any(info.damaged for info in await store.steps())
 
 
-async def test_a_commit_that_could_not_be_read_once_is_read_again_by_whoever_verifies(place: Path) -> None:
+async def test_a_commit_that_could_not_be_read_once_is_read_again_by_a_verification(place: Path) -> None:
     async with opened(place, "disk") as store:
         await store.save(1, state(1))
     (manifest,) = (place / "of-test" / "disk").glob("steps/*/manifest.ocdbt")
@@ -159,7 +159,7 @@ async def test_a_commit_that_is_misread_after_all_was_well_keeps_its_packs_for_t
         assert not found.problem
 
 
-async def test_beside_a_commit_that_cannot_be_read_a_full_tier_gives_up_nothing_in_vain(
+async def test_beside_a_commit_that_cannot_be_read_a_full_tier_deletes_no_more_than_it_must(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = place / "of-test" / "disk"
@@ -185,7 +185,7 @@ async def test_beside_a_commit_that_cannot_be_read_a_full_tier_gives_up_nothing_
 
 
 @pytest.mark.parametrize("how", ["copy", "into", "like"])
-async def test_a_chunk_that_changed_in_ram_comes_from_the_next_tier_and_is_mended(place: Path, how: str) -> None:
+async def test_a_chunk_that_changed_in_ram_comes_from_the_next_tier_and_is_repaired(place: Path, how: str) -> None:
     async with saved(place) as store:
         heard = Heard(store)
         await flip_chunk(store, "ram", 1, "b", 1)
@@ -228,7 +228,7 @@ async def test_what_is_lost_in_ram_is_whole_again_where_the_same_is_saved_once_m
 
 
 @pytest.mark.parametrize("how", ["copy", "into", "like"])
-async def test_a_chunk_that_changed_on_disk_comes_from_the_next_tier_and_is_mended(place: Path, how: str) -> None:
+async def test_a_chunk_that_changed_on_disk_comes_from_the_next_tier_and_is_repaired(place: Path, how: str) -> None:
     async with saved(place) as store:
         heard = Heard(store)
         await store.evict(1, "ram")
@@ -291,7 +291,7 @@ async def test_an_older_step_is_whole_when_the_newest_is_lost(place: Path) -> No
         await restored(store)
 
 
-async def test_a_chunk_that_two_steps_share_is_mended_for_both(place: Path) -> None:
+async def test_a_chunk_that_two_steps_share_is_repaired_for_both(place: Path) -> None:
     async with saved(place) as store:
         await store.save(2, state(1) | {"step": 2})
         await store.flush()
@@ -304,7 +304,7 @@ async def test_a_chunk_that_two_steps_share_is_mended_for_both(place: Path) -> N
         assert not any(found.problem for found in await store.verify(2))
 
 
-async def test_a_chunk_that_was_mended_for_one_step_is_found_for_the_other(place: Path) -> None:
+async def test_a_chunk_that_was_repaired_for_one_step_is_found_for_the_other(place: Path) -> None:
     async with saved(place, "ram", "disk") as store:
         await store.save(2, state(1) | {"step": 2})
         await store.flush()
@@ -502,7 +502,7 @@ async def test_a_damaged_commit_on_disk_is_written_anew(
         shutil.rmtree(place / "of-test" / "ram")
     async with opened(place) as store:
         sources = await restored(store)
-        assert sum(sources.values()) == TOTAL  # from the disk too, if that was mended before it was read
+        assert sum(sources.values()) == TOTAL  # from the disk too, if that was repaired before it was read
         if damage is missing and name == "manifest.ocdbt" and not with_ram:
             await assert_clean(store, "far")  # a step without a commit was never there, or was let go
             return
@@ -513,7 +513,7 @@ async def test_a_damaged_commit_on_disk_is_written_anew(
 
 
 @pytest.mark.parametrize("name", ["btree", "manifest.ocdbt"])
-async def test_a_commit_that_is_damaged_under_an_open_store_is_found_and_mended(place: Path, name: str) -> None:
+async def test_a_commit_that_is_damaged_under_an_open_store_is_found_and_repaired(place: Path, name: str) -> None:
     async with saved(place) as store:
         await store.evict(1, "ram")
         path = next(Path(tier_of(store, "disk").store.location).glob(f"steps/*/{name}"))

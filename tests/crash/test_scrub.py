@@ -1,4 +1,4 @@
-"""A scrub finds what is damaged anywhere on a tier, mends it from whatever still has it, and names what is lost."""
+"""A scrub finds what is damaged anywhere on a tier, repairs it from whatever still has it, and names what is lost."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def assert_whole(place: Path, *names: str) -> None:
 
 
 def told(found: list[Verified]) -> list[tuple[int | None, str, tuple[str, ...], bool]]:
-    """What was damaged: step, tier, keys, and whether it was mended."""
+    """What was damaged: step, tier, keys, and whether it was repaired."""
     return [
         (None if each.id is None else each.id.step, each.tier, each.damaged, each.repaired)
         for each in found
@@ -176,21 +176,21 @@ def expected(damage: Damage, place: Path, tier: str, *, repaired: bool) -> list[
 
 
 @pytest.mark.parametrize(("damage", "tier"), EVERYWHERE, ids=IDS)
-async def test_damage_of_any_kind_under_an_open_store_is_told_and_mended(
+async def test_damage_of_any_kind_under_an_open_store_is_told_and_repaired(
     place: Path, damage: Damage, tier: str
 ) -> None:
     async with saved(place) as store:
         await damage(place, store, tier)
-        would_mend = expected(damage, place, tier, repaired=True)
+        would_repair = expected(damage, place, tier, repaired=True)
         assert told(await store.scrub()) == expected(damage, place, tier, repaired=False)
-        assert told(await store.scrub(repair=True)) == would_mend
+        assert told(await store.scrub(repair=True)) == would_repair
         assert told(await store.scrub()) == []
         assert [info.tiers for info in await store.steps()] == [TIERS, TIERS]
     await assert_whole(place)
 
 
 @pytest.mark.parametrize(("damage", "tier"), EVERYWHERE, ids=IDS)
-async def test_damage_of_any_kind_that_came_while_nobody_looked_is_mended(
+async def test_damage_of_any_kind_that_came_while_nobody_looked_is_repaired(
     place: Path, damage: Damage, tier: str
 ) -> None:
     async with saved(place) as store:
@@ -240,7 +240,7 @@ async def test_a_step_whose_commit_is_damaged_everywhere_is_told_as_damaged_and_
 @example(bad=[(flip_footer, "far"), *((flip_one_chunk, tier) for tier in TIERS)], again=False)
 @example(bad=[(flip_identity, "disk"), (flip_identity, "far")], again=True)
 @example(bad=[(flip_identity, "ram"), (flip_identity, "disk")], again=True)  # two markers that are wrong in one way
-def test_damage_of_several_kinds_at_once_is_mended_or_named(bad: list[tuple[Damage, str]], again: bool) -> None:
+def test_damage_of_several_kinds_at_once_is_repaired_or_named(bad: list[tuple[Damage, str]], again: bool) -> None:
     commits = {tier for damage, tier in bad if damage in COMMITS}
     # Where the commit is damaged, what lists the chunks is the pack's footer; the slab has none.
     forgotten = {tier for tier in commits if tier == "ram" or (flip_footer, tier) in bad}
@@ -257,14 +257,14 @@ def test_damage_of_several_kinds_at_once_is_mended_or_named(bad: list[tuple[Dama
             if again:
                 await crash(store)
             else:
-                await assert_mended(store)
+                await assert_repaired(store)
         if again:
             async with opened(place) as store:
                 with suppress(Corrupt) if lost else nullcontext():
                     await store.flush()
-                await assert_mended(store)
+                await assert_repaired(store)
 
-    async def assert_mended(store: CheckpointStore) -> None:
+    async def assert_repaired(store: CheckpointStore) -> None:
         await store.scrub(repair=True)
         await store.scrub(repair=True)  # what was committed anew on one tier may be what another was waiting for
         left = await store.scrub()
@@ -296,7 +296,7 @@ def test_damage_of_several_kinds_at_once_is_mended_or_named(bad: list[tuple[Dama
 # -- what is lost -----------------------------------------------------------------------------------------
 
 
-async def test_what_is_lost_is_named_and_keeps_nothing_else_from_being_mended(place: Path) -> None:
+async def test_what_is_lost_is_named_and_keeps_nothing_else_from_being_repaired(place: Path) -> None:
     async with saved(place) as store:
         heard = Heard(store)
         for tier in TIERS:
@@ -486,7 +486,7 @@ async def config_file(place: Path, tmp_path: Path) -> Path:
     return path
 
 
-async def test_repair_without_a_step_mends_whole_tiers_and_names_what_is_lost(config_file: Path) -> None:
+async def test_repair_without_a_step_repairs_whole_tiers_and_names_what_is_lost(config_file: Path) -> None:
     result = await asyncio.to_thread(run, "verify", config_file, "--repair", "--rate", "1 GB/s", "--json")
     assert result.exit_code == 1
     damaged = [

@@ -12,7 +12,7 @@ from reliability.gauges import ALLOWED, trends
 from reliability.soak import Soaked, soak
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.repairing.repair import Unmended
+from tieredckpt.engine.repairing.repair import Unrepaired
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.restoring.source import Damage
 from tieredckpt.engine.tier import commit_file
@@ -79,11 +79,11 @@ async def test_a_tier_that_is_slow_in_a_calm_is_not_called_damaged(
 # -- and a store that breaks its promises is found out ------------------------------------------------------
 
 
-async def test_damage_that_is_not_mended_is_found_out(
+async def test_damage_that_is_not_repaired_is_found_out(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def give_up(_: object, __: object, ___: object, damage: Iterable[Damage]) -> list[Unmended]:
-        return [Unmended((each.key,), each.error) for each in damage]
+    async def give_up(_: object, __: object, ___: object, damage: Iterable[Damage]) -> list[Unrepaired]:
+        return [Unrepaired((each.key,), each.error) for each in damage]
 
     monkeypatch.setattr("tieredckpt.engine.repairing.verify.repair_chunks", give_up)
     found = await soak(LONGEST, shared_memory, tmp_path, seed=1, every=0.0)

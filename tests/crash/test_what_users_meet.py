@@ -273,7 +273,7 @@ async def test_memory_and_descriptors_do_not_grow_with_saves(shared_memory: Path
                 tier.steps.pins,
                 tier.packs.orphans,
                 tier.steps.tombstones,
-                tier.steps.doubtful,
+                tier.steps.indeterminate,
                 tier.steps.stuck,
                 tier.steps.indexes.packs,
             ):
@@ -439,7 +439,7 @@ async def test_after_a_recovery_the_training_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("into", [False, True], ids=["new arrays", "into"])
-async def test_a_restore_of_what_was_damaged_everywhere_succeeds_when_it_is_mended(
+async def test_a_restore_of_what_was_damaged_everywhere_succeeds_when_it_is_repaired(
     two_tiers: StoreConfig, into: bool
 ) -> None:
     async with CheckpointStore.open(two_tiers) as store:

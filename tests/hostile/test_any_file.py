@@ -120,8 +120,8 @@ async def live(place: Path, *, whole: bool) -> None:
         assert all([await restored(store, step) for step in STEPS]) or not whole
         with suppress(TieredCkptError):
             await store.flush()
-        mended = await store.scrub(repair=True)
-        assert not whole or not any(each.lost for each in mended)
+        repaired = await store.scrub(repair=True)
+        assert not whole or not any(each.lost for each in repaired)
         assert all([await restored(store, step) for step in STEPS]) or not whole
         await store.save(4, state(4))
         assert await restored(store, 4)

@@ -74,7 +74,7 @@ async def test_a_store_of_format_1_restores_bit_for_bit(store_folder: Path, step
         assert restored is not None
         _assert_same(restored.tree, _tree(k))
         found = {info.step: info for info in await store.steps()}
-    assert [(info.step, info.serial, info.abandoned) for info in found.values()] == [
+    assert [(info.step, info.serial, info.off_branch) for info in found.values()] == [
         (10, 1, False),
         (20, 2, True),
         (21, 3, False),

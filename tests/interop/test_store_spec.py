@@ -112,9 +112,9 @@ async def test_stock_tensorstore_opens_everything_after_every_change(three_tiers
     await store.promote(1, "far")
     for step, tier, key in ((3, "ram", "params/kernel"), (2, "disk", "params/half"), (3, "far", "params/bias")):
         await flip_chunk(store, tier, step, key)
-        (mended,) = await store.verify(step, tier, repair=True)
-        assert mended.damaged == (key,)
-        assert mended.repaired
+        (repaired,) = await store.verify(step, tier, repair=True)
+        assert repaired.damaged == (key,)
+        assert repaired.repaired
     assert await assert_opens(store, trees) == (3 + 3 + 4) * arrays
 
     await crash(store)

@@ -46,7 +46,7 @@ from tieredckpt.blobs.codecs import BLOSC, CODECS
 from tieredckpt.blobs.ram import slab_meta
 from tieredckpt.config import load, to_toml
 from tieredckpt.engine.state.failures import failure_history
-from tieredckpt.engine.state.state import numbers
+from tieredckpt.engine.state.views import numbers
 from tieredckpt.engine.tier import lease
 from tieredckpt.engine.tier.chunk_index import ChunkIndex
 from tieredckpt.errors import Conflict, Corrupt, Invalid, TierUnavailable

@@ -285,7 +285,7 @@ class _Living:
         assert checkpoint.saved.step.serial == serial
 
     async def _damage(self, store: CheckpointStore, step: int, key: str) -> None:
-        """Spoil an array on the slower tier, and mend every step there that uses it, that one first."""
+        """Spoil an array on the slower tier, and repair every step there that uses it, that one first."""
 
         async def damage() -> list[StepId]:
             state = store._life.engine.state
@@ -303,8 +303,8 @@ class _Living:
             return sorted(spoilt, key=lambda other: other != found)
 
         for spoilt in await store._life.loop.call(damage()):
-            (mended,) = await store.verify(spoilt.step, SLOW, serial=spoilt.serial, repair=True)
-            assert mended.intact
+            (repaired,) = await store.verify(spoilt.step, SLOW, serial=spoilt.serial, repair=True)
+            assert repaired.intact
             self._journal.add(Acknowledged(SLOW, spoilt.serial))
 
     def _flip(self, tier: Tier, where: Extent) -> None:

@@ -144,7 +144,7 @@ class _Comeback:
                 for found in await self._stores[0].verify(info.step, SLOW, serial=info.serial):
                     if found.problem and (SLOW, info.serial) not in self._evicted:
                         raise Lost(f"serial {info.serial} is listed on {SLOW!r}, and {found.problem}")
-        if info.abandoned:
+        if info.off_branch:
             return
         try:
             restored = await asyncio.gather(*(store.restore(info.step, resume=False) for store in self._stores))

@@ -227,7 +227,7 @@ async def _check_restores(
                     await store.flush()  # an eviction that is under way is told when it has ended
                 if copy not in evicted:
                     raise Lost(f"{step} is listed on {found.tier!r}, and {found.problem}")
-        if info.abandoned:
+        if info.off_branch:
             return  # its number may be another step's by now
         restored = await store.restore(info.step, resume=False, lossy=not info.tiers)
     except NotFound as error:

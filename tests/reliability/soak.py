@@ -5,7 +5,7 @@
 A trainer saves, and now and then restores, verifies, collects, moves and rolls back, while the calls of its two
 slower tiers fail, hang, lie, lose their answers or find no room, and the tiers come and go (`faulty`). After some
 rounds the faults end and it is *calm*: everything must get to where it is due, bytes that were damaged on a medium
-meanwhile must be mended, what was acknowledged must be there and be restored bit for bit, and what the process
+meanwhile must be repaired, what was acknowledged must be there and be restored bit for bit, and what the process
 takes is measured (`gauges`). Some calms end with the process: the store is closed, or left as by a crash, and
 opened again.
 """
@@ -61,7 +61,7 @@ class Soaked:
     promotions: int = 0
     restores: int = 0
     compared: int = 0
-    """Copies of steps that were read whole and found intact, or mended."""
+    """Copies of steps that were read whole and found intact, or repaired."""
     damaged: int = 0
     """Bits that were inverted where they lie."""
     repaired: int = 0
@@ -222,7 +222,7 @@ class _Soaking:
             "evict": lambda info: self._store.evict(info.step, self._chance.choice(info.tiers)),
             "roll back to": self._roll_back,
         }
-        infos = [info for info in await self._store.steps() if info.tiers and not info.abandoned]
+        infos = [info for info in await self._store.steps() if info.tiers and not info.off_branch]
         if not infos or self._chance.random() < 0.3:
             return
         name, info = self._chance.choice(list(orders)), self._chance.choice(infos)
@@ -281,7 +281,7 @@ class _Soaking:
 
     async def _damage(self) -> None:
         """Invert a bit of a chunk that another tier has as well, and perhaps meet it first by a restore."""
-        infos = [info for info in await self._store.steps() if len(info.tiers) > 1 and not info.abandoned]
+        infos = [info for info in await self._store.steps() if len(info.tiers) > 1 and not info.off_branch]
         if not infos or self._chance.random() < 0.4:
             return
         info = self._chance.choice(infos)
@@ -329,7 +329,7 @@ class _Soaking:
                 self._found.lost.append(f"tier {name!r} was heard to hold serials {sorted(missing)}, and does not")
         for info in infos:
             try:
-                if not info.abandoned:
+                if not info.off_branch:
                     await self._restore_in_calm(info)
             except (Conflict, NotFound):  # evicted meanwhile
                 continue

@@ -103,7 +103,7 @@ class RestoresMachine(RuleBasedStateMachine):
         self.branch.append(self.saved)
         self.origin = None
         for store in self.ranks.stores:
-            assert [info.step for info in self.run(store.steps()) if not info.abandoned] == self.branch
+            assert [info.step for info in self.run(store.steps()) if not info.off_branch] == self.branch
 
     @rule()
     def restore(self) -> None:

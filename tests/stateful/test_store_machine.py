@@ -74,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Serial of the step that was restored last by number and whole, and whether it was to resume."""
         self.ignored: list[OriginIgnored] = []
         self.flipped: set[tuple[str, int]] = set()
-        """Tiers with the contents of which a chunk was damaged there, mended since or not."""
+        """Tiers with the contents of which a chunk was damaged there, repaired since or not."""
 
     # -- what the rules are made of -----------------------------------------------------------------------
 
@@ -99,7 +99,9 @@ class StoreMachine(RuleBasedStateMachine):
     def chosen(self, which: int) -> StepInfo:
         """A step that its number alone names. How many there are depends on what arrived in time, so none is drawn."""
         infos = self.steps()
-        named = {info.step: info for info in sorted(infos.values(), key=lambda info: (not info.abandoned, info.serial))}
+        named = {
+            info.step: info for info in sorted(infos.values(), key=lambda info: (not info.off_branch, info.serial))
+        }
         return sorted(named.values(), key=lambda info: info.serial)[which % len(named)]
 
     def may_be_lost(self, info: StepInfo) -> set[str]:
@@ -118,7 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restored(self, info: StepInfo, *, resume: bool | None, by_number: bool = True) -> bool:
         """Restore a step; False when it said which array is lost, rightly. It changes nothing that is stored."""
         self.settle()
-        before = {serial: info.abandoned for serial, info in self.steps().items()}
+        before = {serial: info.off_branch for serial, info in self.steps().items()}
         try:
             found = self.run(self.store.restore(info.step if by_number else None, resume=resume))
         except Corrupt as error:
@@ -128,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert (found.step, found.serial) == (info.step, info.serial)
         assert_same(found.tree, self.saved[info.serial])
         self.settle()
-        assert {serial: info.abandoned for serial, info in self.steps().items()} == before
+        assert {serial: info.off_branch for serial, info in self.steps().items()} == before
         return True
 
     def number(self, serial: int) -> int:
@@ -168,7 +170,7 @@ class StoreMachine(RuleBasedStateMachine):
 
         # A clean end waits for what is due; a snapshot that was damaged does not get there.
         whole = not loses_ram or not (dies or self.flipped)
-        kept = [info.serial for info in infos.values() if not info.abandoned and (whole or set(info.tiers) - {"ram"})]
+        kept = [info.serial for info in infos.values() if not info.off_branch and (whole or set(info.tiers) - {"ram"})]
         after = self.steps()
         self.live, self.origin = max(after, default=0), None
         assert self.live >= max(kept, default=0), "the newest step of the branch was lost"
@@ -370,7 +372,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert not self.live or self.live in infos, "the newest step of the branch is gone"
         for serial, info in infos.items():
             assert info.step == self.saved[serial]["step"]
-            assert info.abandoned == (serial not in self.branches[self.live])
+            assert info.off_branch == (serial not in self.branches[self.live])
             assert not info.damaged
 
 

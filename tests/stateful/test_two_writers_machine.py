@@ -251,7 +251,7 @@ class TwoWritersMachine(RuleBasedStateMachine):
         for info in infos:
             for found in self.run(self.store.verify(info.step, serial=info.serial)):
                 assert not found.problem
-            if not info.abandoned:
+            if not info.off_branch:
                 restored = self.run(self.store.restore(info.step, resume=False))
                 assert restored is not None
                 self.assert_saved(restored)

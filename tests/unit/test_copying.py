@@ -47,7 +47,7 @@ async def content(settings: StoreConfig) -> list[Any]:
         for info in await store.steps():
             details = await store.describe(info.step, serial=info.serial)
             arrays = [(each.key, each.dtype, each.shape) for each in details.arrays]
-            told = (info.step, info.serial, info.saved_at, info.abandoned, info.nbytes, repr(info.metrics))
+            told = (info.step, info.serial, info.saved_at, info.off_branch, info.nbytes, repr(info.metrics))
             found.append((told, details.provenance, arrays, details.scalars))
         for number in await store.all_steps():
             restored = await store.restore(number)

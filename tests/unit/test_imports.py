@@ -75,6 +75,19 @@ def test_an_import_loads_no_optional_framework_and_starts_no_thread(
     assert threads == 1
 
 
+def test_importing_the_library_costs_less_than_importing_numpy(record_property: Callable[[str, object], None]) -> None:
+    """Compared in one run, by the modules that each loads; the seconds are reported and not judged."""
+    loaded = {}
+    for module in ("tieredckpt", "numpy"):
+        seconds, modules, _ = imported(module)
+        record_property(f"{module}_import_seconds", seconds)
+        record_property(f"{module}_modules", len(modules))
+        loaded[module] = modules
+    assert len(loaded["tieredckpt"]) < len(loaded["numpy"])
+    own = {name for name in loaded["tieredckpt"] if name.startswith("tieredckpt")}
+    assert own == {"tieredckpt", "tieredckpt.errors"}
+
+
 @pytest.mark.parametrize(
     "names", ["TieredCkptError", "CheckpointStore, SyncStore, Checkpoint, Restored", "events", "preemption"]
 )

@@ -98,7 +98,7 @@ def test_an_opening_that_is_interrupted_in_the_moment_it_succeeds_leaves_nothing
         assert store.steps() == ()
 
 
-async def test_a_store_that_nobody_refers_to_any_more_is_closed_and_loses_nothing(
+async def test_a_store_without_references_is_closed_and_loses_nothing(
     settings: StoreConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = await CheckpointStore.open(settings)

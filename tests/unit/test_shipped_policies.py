@@ -16,7 +16,7 @@ from tieredckpt_policies import eviction, promotion, retention, schedule
 from tieredckpt_policies.retention import Band
 
 from tieredckpt.config import load, to_toml
-from tieredckpt.config.checks import doubtful
+from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.errors import Invalid
 from tieredckpt.policy.base import GROUP, Observed, Policy, StepView, StoreView, TierView, register
 from tieredckpt.testing.policies import PolicyTests, store_views
@@ -84,8 +84,8 @@ def test_promotion_every_n_steps_takes_multiples() -> None:
 
 
 def test_promotion_every_n_steps_takes_the_first_step_where_asked() -> None:
-    new, abandoned = saved(2, 7, held=False), saved(1, 5, on_line=False)
-    assert promotion.EveryNSteps(n=10, first=True).promotes(new, TIER, store(abandoned, new))
+    new, other = saved(2, 7, held=False), saved(1, 5, on_line=False)
+    assert promotion.EveryNSteps(n=10, first=True).promotes(new, TIER, store(other, new))
     assert not promotion.EveryNSteps(n=10, first=True).promotes(new, TIER, store(saved(1, 5), new))
     assert not promotion.EveryNSteps(n=10).promotes(new, TIER, store(new))
 
@@ -96,7 +96,7 @@ def test_promotion_by_time_counts_from_the_newest_step_there() -> None:
     assert policy.promotes(new, TIER, store(new))
     assert policy.promotes(new, TIER, store(saved(1, 1, age=100), saved(2, 2, age=60), new))
     assert not policy.promotes(new, TIER, store(saved(1, 1, age=100), saved(2, 2, age=59), new))
-    # An abandoned step is not one that a restore would take: it does not hold the next one back.
+    # An off-branch step is not one that a restore would take: it does not hold the next one back.
     assert policy.promotes(new, TIER, store(saved(1, 1, age=100), saved(2, 2, age=1, on_line=False), new))
     older = saved(3, 3, age=500, held=False)
     assert not policy.promotes(older, TIER, store(older, saved(4, 4, age=100)))
@@ -227,7 +227,7 @@ def test_every_preset_is_a_complete_configuration(name: str, tmp_path: Path) -> 
     config = load(copied)
     assert config.tiers[0].kind == "ram"
     assert len(config.tiers) > 1
-    assert doubtful(config) == []
+    assert probable_mistakes(config) == []
     assert load(tomllib.loads(to_toml(config))) == config
 
 

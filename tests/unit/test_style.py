@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -58,6 +60,45 @@ def test_every_module_is_under_400_lines() -> None:
     assert modules
     long = {str(m.relative_to(ROOT)): n for m in modules if (n := len(m.read_text().splitlines())) >= 400}
     assert long == {}
+
+
+_MAX_FIELDS, _MAX_METHODS = 22, 32
+_LARGE = {
+    "Limits": "one value of all times and sizes, so that tests and users find them in one place",
+    "CheckpointStore": "the public facade: one method for each thing that a store can do",
+}
+"""Classes beyond the maximum, and why."""
+
+
+def test_no_class_collects_the_duties_of_others() -> None:
+    """A larger class does work that belongs in a value or a module of its own."""
+    modules = [*ROOT.glob("tieredckpt/**/*.py"), *ROOT.glob("policies/**/*.py")]
+    classes = [node for module in modules for node in ast.walk(ast.parse(module.read_text())) if _is_class(node)]
+    sizes = [(node.name, len(_fields(node)), len(_methods(node))) for node in classes]
+    large = {name: size for name, *size in sizes if size[0] > _MAX_FIELDS or size[1] > _MAX_METHODS}
+    assert large.keys() == _LARGE.keys(), large
+
+
+def _is_class(node: ast.AST) -> TypeGuard[ast.ClassDef]:
+    return isinstance(node, ast.ClassDef)
+
+
+def _methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    """Names declared in the body, and attributes that the initializers set."""
+    found = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+    for method in _methods(node):
+        if method.name in ("__init__", "__post_init__"):
+            stored = (each for each in ast.walk(method) if isinstance(each, ast.Attribute))
+            found |= {
+                each.attr
+                for each in stored
+                if isinstance(each.ctx, ast.Store) and isinstance(each.value, ast.Name) and each.value.id == "self"
+            }
+    return found
 
 
 def test_every_shipped_policy_is_an_entry_point() -> None:

@@ -30,7 +30,8 @@ from tieredckpt.engine.opening.connect import connect as connect_tier
 from tieredckpt.engine.opening.ram import judged_within
 from tieredckpt.engine.opening.ram_choice import may_return, notes
 from tieredckpt.engine.opening.scan import scan_tier
-from tieredckpt.engine.state.state import Role
+from tieredckpt.engine.state.adoption import adopt_newest
+from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.tier.lease import Holder, lives_here
 from tieredckpt.engine.wire_types import Failure
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
@@ -49,7 +50,7 @@ _LOOK_AGAIN = 0.1
 _LOOK_AT_PLACES = 10.0
 """Seconds for a file system to say whether a store is still there."""
 _CLAIM_TRIES = 5
-"""Who only looks whether there is an agent holds its lock for a moment."""
+"""Tries to claim the folder; a process that only checks for an agent holds the lock for a moment."""
 _HELLO = 10.0
 """Seconds in which a trainer says its first words."""
 _TRY_AGAIN = 1.0
@@ -79,7 +80,7 @@ class Agent:
         self._root = ram_root(config.ram.path)
         self._given = ram
         self._folder = ram or self._root
-        """Where RAM is, once it is found."""
+        """The RAM folder, once it is found."""
         self._places: list[Place] = []
         self._config = config
         self._life = life
@@ -87,7 +88,7 @@ class Agent:
         self._opened = False
         self._claim = -1
         self._identity: tuple[int, int] | None = None
-        """Of the folder that is claimed."""
+        """Identity of the folder that is claimed."""
         self._wire: Wire | None = None
         self._dead: tuple[Holder, ...] = ()
         self._finishing: asyncio.Task[None] | None = None
@@ -154,7 +155,7 @@ class Agent:
             self._dead = (*self._dead, wire.holder)  # for the next one's reckoning of failures
         except _Unfit as error:
             _log.error("%s", error)
-            await asyncio.sleep(_TRY_AGAIN)  # it closes its store, or is mended
+            await asyncio.sleep(_TRY_AGAIN)  # it closes its store, or is repaired
         except _Outdated as error:
             _log.info("%s", error)
             return True
@@ -253,7 +254,7 @@ class Agent:
             _log.info("RAM cannot be seen: %s", error)
         else:
             ram.health.error = None
-            state.adopt_line()
+            adopt_newest(state)
             self._engine.prepare_memory()
         state.changed.notify()
 

@@ -28,14 +28,14 @@ class LentTiers:
         self._collector = collector
         self._lent: set[str] = set()
 
-    async def make_room(self, order: said.MakeRoom) -> bool:
+    async def make_room(self, operation: said.MakeRoom) -> bool:
         """Whether so many bytes fit, after evictions if needed."""
-        tier = self._state.tier(order.tier)
-        return await make_room(self._state, self._collector, None, tier, order.nbytes)
+        tier = self._state.tier(operation.tier)
+        return await make_room(self._state, self._collector, None, tier, operation.nbytes)
 
-    async def lend(self, order: said.Lend) -> None:
+    async def lend(self, operation: said.Lend) -> None:
         """Keep the tier's packs as they are until it is given back."""
-        tier = self._state.tier(order.tier)
+        tier = self._state.tier(operation.tier)
         if tier.marker is None:
             raise TierUnavailable(f"tier {tier.name!r} is not available: {tier.health.error}")
         await tier.packs.guard.acquire()
@@ -51,24 +51,24 @@ class LentTiers:
         for name in tuple(self._lent):
             self.give_back(name)
 
-    async def find(self, order: said.Find) -> list[tuple[bytes, str, int, int]]:
-        """Where the tier has those chunks intact."""
-        tier = self._lent_one(order.tier)
-        await refer_to_intact(self._state, tier, None, order.sizes)
+    async def find(self, operation: said.Find) -> list[tuple[bytes, str, int, int]]:
+        """Locate intact copies of chunks on a lent tier."""
+        tier = self._lent_one(operation.tier)
+        await refer_to_intact(self._state, tier, None, operation.sizes)
         packs = tier.packs
-        there = {digest: packs.index[digest] for digest, nbytes in order.sizes.items() if packs.has(digest, nbytes)}
+        there = {digest: packs.index[digest] for digest, nbytes in operation.sizes.items() if packs.has(digest, nbytes)}
         return [(digest, extent.path, extent.offset, extent.length) for digest, extent in there.items()]
 
-    async def commit(self, order: said.Commit) -> None:
+    async def commit(self, operation: said.Commit) -> None:
         """Commit a step whose packs the trainer has written."""
-        tier = self._lent_one(order.tier)
-        index = await in_thread(decode_step, order.manifest, order.btree, order.key, pool=self._state.pool)
-        for key, size in order.packs.items():
+        tier = self._lent_one(operation.tier)
+        index = await in_thread(decode_step, operation.manifest, operation.btree, operation.key, pool=self._state.pool)
+        for key, size in operation.packs.items():
             if layout.parse_pack_key(key) is None or (await tier.store.stat(key)).size != size:
                 raise Conflict(f"tier {tier.name!r}: pack {key} is not as the trainer has written it; save again")
         found = unique_extents(index.arrays)
-        new = {digest: extent for digest, extent in found.items() if extent.path in order.packs}
-        tier.packs.add(WrittenPacks(new, order.packs))
+        new = {digest: extent for digest, extent in found.items() if extent.path in operation.packs}
+        tier.packs.add(WrittenPacks(new, operation.packs))
         check_found(index, tier.packs.sizes)
         await commit_file.commit(tier, index.record, index.arrays)
         self._state.branch.committed(index.record)  # or the step would be off-branch until the trainer tells

@@ -1,4 +1,4 @@
-"""What the agent does for the trainer that it is connected to: tells what happens, and carries out what is asked."""
+"""The agent's end of a connection: sends state deltas and events to the trainer, and executes its requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from tieredckpt.agent.lent_tiers import LentTiers
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.agent import messages as said
-from tieredckpt.engine.agent.deltas import TierNews, adopt_ram, happened
+from tieredckpt.engine.agent.deltas import TierDelta, adopt_ram, happened
 from tieredckpt.engine.agent.wire import Silent, Wire
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.restoring.source import Damage
@@ -26,11 +26,11 @@ __all__ = ["Service"]
 
 _log = logging.getLogger("tieredckpt")
 
-_SIGN_OF_LIFE = 5.0
+_HEARTBEAT = 5.0
 _LOOK_AT_TRAINER = 1.0
-"""Seconds after which it is seen whether a silent trainer lives: what it forked may keep the connection open."""
+"""Seconds of silence after which the trainer's process is looked for; a fork of it may keep the connection open."""
 _PROGRESS = 0.1
-"""Seconds for which the bytes that were read are added up before they are told."""
+"""Seconds for which the bytes that were read are added up before they are sent."""
 
 
 class Service:
@@ -38,42 +38,42 @@ class Service:
 
     def __init__(self, engine: Engine, wire: Wire) -> None:
         self._engine, self._state, self._wire = engine, engine.state, wire
-        self._news = [TierNews(self._state, tier) for tier in self._state.every_tier if self._state.manages(tier)]
+        self._deltas = [TierDelta(self._state, tier) for tier in self._state.every_tier if self._state.manages(tier)]
         self._work: dict[int, asyncio.Task[None]] = {}
         self._pinned: Counter[tuple[str, StepId]] = Counter()
         self._lent = LentTiers(self._state, engine.collector)
 
     async def run(self, dead: tuple[Holder, ...]) -> said.Goodbye:
         """Serve until the trainer sends `Goodbye`. Raises `Parted` if it ends without."""
-        unsubscribe = self._engine.events.subscribe(self._hear)
+        unsubscribe = self._engine.events.subscribe(self._forward)
         tasks = [
-            asyncio.create_task(self._keep_telling(), name="tieredckpt news for the trainer"),
-            asyncio.create_task(self._keep_alive(), name="tieredckpt sign of life"),
+            asyncio.create_task(self._keep_sending(), name="tieredckpt state deltas"),
+            asyncio.create_task(self._keep_alive(), name="tieredckpt heartbeat"),
         ]
         try:
-            self._tell()
+            self._send_deltas()
             self._wire.send(said.Ready(dead))
             while True:
                 try:
-                    word: said.FromTrainer = await self._wire.read(said.FromTrainer, _LOOK_AT_TRAINER)
+                    message: said.FromTrainer = await self._wire.read(said.FromTrainer, _LOOK_AT_TRAINER)
                 except Silent:
                     if await in_thread(self._wire.peer_lives):
                         continue
                     raise
-                match word:
+                match message:
                     case said.InRam():
-                        adopt_ram(self._state, word)
+                        adopt_ram(self._state, message)
                         self._engine.prepare_memory()  # of a slab that has grown
                     case said.Request():
-                        task = asyncio.create_task(self._answer(word), name=f"tieredckpt order {word.number}")
-                        self._work[word.number] = task
+                        task = asyncio.create_task(self._answer(message), name=f"tieredckpt request {message.number}")
+                        self._work[message.number] = task
                     case said.Cancel():
-                        if (withdrawn := self._work.get(word.number)) is not None:
-                            withdrawn.cancel()
+                        if (cancelled := self._work.get(message.number)) is not None:
+                            cancelled.cancel()
                     case said.Goodbye():
-                        return word
+                        return message
                     case said.Hello():
-                        pass  # it was the first word
+                        pass  # it was read before
         finally:
             unsubscribe()
             tasks += self._work.values()
@@ -85,49 +85,49 @@ class Service:
                 _unpin(self._state.any_tier(name), step)
             self._state.changed.notify()
 
-    # -- telling ------------------------------------------------------------------------------------------
+    # -- deltas -------------------------------------------------------------------------------------------
 
-    def _hear(self, event: Event) -> None:
-        if (news := happened(event)) is not None:
-            self._tell()  # what the trainer's listeners look up is there when they hear of it
-            self._wire.send(news)
+    def _forward(self, event: Event) -> None:
+        if (message := happened(event)) is not None:
+            self._send_deltas()  # before the event, so that a listener finds what it looks up
+            self._wire.send(message)
 
-    def _tell(self) -> None:
-        for each in self._news:
-            if (news := each.take()) is not None:
-                self._wire.send(news)
+    def _send_deltas(self) -> None:
+        for each in self._deltas:
+            if (delta := each.take()) is not None:
+                self._wire.send(delta)
 
-    async def _keep_telling(self) -> None:
+    async def _keep_sending(self) -> None:
         while True:
             await self._state.changed.wait()
-            self._tell()
+            self._send_deltas()
 
     async def _keep_alive(self) -> None:
         while True:
-            await asyncio.sleep(_SIGN_OF_LIFE)
+            await asyncio.sleep(_HEARTBEAT)
             self._wire.send(said.Heartbeat())
 
-    # -- orders -------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------
 
-    async def _answer(self, ask: said.Request) -> None:
+    async def _answer(self, request: said.Request) -> None:
         failure, value = None, b""
-        progress = _Progress(self._wire, ask.number)
+        progress = _Progress(self._wire, request.number)
         try:
-            value = encode(await self._carry_out(ask.order, progress.add))
+            value = encode(await self._execute(request.operation, progress.add))
         except TieredCkptError as error:
             failure = Failure.of(error)
         except Exception as error:
-            _log.exception("order %s failed", type(ask.order).__name__)
+            _log.exception("request %s failed", type(request.operation).__name__)
             failure = Failure.of(error)
         finally:
-            progress.tell()
-            self._work.pop(ask.number, None)
-        self._tell()  # so that the caller finds it done
-        self._wire.send(said.Response(ask.number, value, failure))
+            progress.send()
+            self._work.pop(request.number, None)
+        self._send_deltas()  # so that the caller finds it done
+        self._wire.send(said.Response(request.number, value, failure))
 
-    async def _carry_out(self, order: said.Order, progress: Callable[[int], None]) -> object:
+    async def _execute(self, operation: said.Operation, progress: Callable[[int], None]) -> object:
         engine, state, admin = self._engine, self._state, self._engine.admin
-        match order:
+        match operation:
             case said.Promote(number, tier):
                 return await admin.promote(number, tier)
             case said.Evict(number, tier):
@@ -148,9 +148,9 @@ class Service:
                 await engine.reached(step, tier)
             case said.GiveWay(step, tier):
                 await engine.give_way(step, tier)
-            case said.Mend(step, damage, unreadable):
+            case said.Repair(step, damage, unreadable):
                 found = [Damage(state.tier(bad.tier), bad.digest, bad.key, bad.failure.error()) for bad in damage]
-                await engine.mending.mend(
+                await engine.background_repair.repair(
                     step, found, [(state.tier(tier), failure.error()) for tier, failure in unreadable]
                 )
             case said.Pin(step, tier):
@@ -162,13 +162,13 @@ class Service:
                     self._pinned[tier, step] -= 1
                     _unpin(state.any_tier(tier), step)
             case said.MakeRoom():
-                return await self._lent.make_room(order)
+                return await self._lent.make_room(operation)
             case said.Lend():
-                await self._lent.lend(order)
+                await self._lent.lend(operation)
             case said.Find():
-                return await self._lent.find(order)
+                return await self._lent.find(operation)
             case said.Commit(tier):
-                await self._lent.commit(order)
+                await self._lent.commit(operation)
                 self._lent.give_back(tier)
                 await engine.collector.after_commit(state.tier(tier))
             case said.GiveBack(tier):
@@ -183,7 +183,7 @@ def _unpin(tier: Tier, step: StepId) -> None:
 
 
 class _Progress:
-    """Adds up what is read on any thread, and tells it now and then on the loop."""
+    """Adds up the bytes read on any thread, and sends the sum now and then on the loop."""
 
     def __init__(self, wire: Wire, number: int) -> None:
         self._wire, self._number = wire, number
@@ -198,9 +198,9 @@ class _Progress:
     def _add(self, nbytes: int) -> None:
         self._nbytes += nbytes
         if self._due is None:
-            self._due = self._loop.call_later(_PROGRESS, self.tell)
+            self._due = self._loop.call_later(_PROGRESS, self.send)
 
-    def tell(self) -> None:
+    def send(self) -> None:
         if self._due is not None:
             self._due.cancel()
             self._due = None

@@ -106,7 +106,7 @@ _SHOWN: dict[Survives, Literal["process", "node", "site"]] = {
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a blob store can do."""
+    """Capabilities of a blob store."""
 
     survives: Survives
     durable: bool
@@ -263,7 +263,7 @@ class BlobStore(Get, Put, Stat, List, Delete, Protocol):
 
     @property
     def location(self) -> str:
-        """Where the data is, for people: a path or URL."""
+        """Location of the data for people: a path or URL."""
 
     async def close(self) -> None:
         """Release what the store holds. Idempotent; verbs called afterwards raise `Closed`."""

@@ -47,7 +47,7 @@ class Facts(Protocol):
     """An ability of some stores."""
 
     def facts(self) -> Mapping[str, str]:
-        """What a person who looks into a failure wants to know of an open store, by name."""
+        """Facts about an open store that help to explain a failure, by name."""
 
 
 class _Failed(Exception):

@@ -44,7 +44,7 @@ _WARM = 64 << 20
 
 
 class _Settings(NamedTuple):
-    """What Blosc is told; frames say it themselves, so readers need not know."""
+    """Settings of Blosc; each frame records its own, so readers need none."""
 
     cname: str
     shuffle: Literal["shuffle", "bitshuffle"]

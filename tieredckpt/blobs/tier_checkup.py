@@ -16,7 +16,7 @@ _AFTER_ITS_OWN = 5.0
 
 
 def check_tier(tier: TierConfig, nbytes: int) -> AsyncIterator[Check]:
-    """What the kind of a tier checks, with an object of ``nbytes``."""
+    """Run the checks of a tier's kind, with an object of ``nbytes``."""
     return (kind_of(tier).checkup or try_tier)(tier, nbytes)
 
 

@@ -68,7 +68,7 @@ def _text(event: Event) -> str:
         case StepEvicted():
             return f"step {event.step} has left tier {event.tier}"
         case ChunkRepaired():
-            return f"step {event.step}, {event.key}: mended on tier {event.tier} from {event.source}"
+            return f"step {event.step}, {event.key}: repaired on tier {event.tier} from {event.source}"
         case TierFailed():
             return f"tier {event.tier} failed, next try in {event.retry_in:.1f} s: {event.error}"
         case TierHangs():

@@ -1,4 +1,4 @@
-"""Sizes and rates of the command line. They need a unit: who writes ``nvme=2`` hardly means two bytes a second."""
+"""Parse sizes and rates of the command line. A unit is required: ``nvme=2`` rarely means two bytes a second."""
 
 from __future__ import annotations
 

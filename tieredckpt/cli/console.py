@@ -1,4 +1,4 @@
-"""What people and programs read: text that a checkpoint cannot abuse, tables, JSON, progress.
+"""Output for people and programs: text that a checkpoint cannot abuse, tables, JSON, progress.
 
 Keys, names of metrics and messages come from the checkpoint, and that may come from anybody: whatever reaches
 a terminal goes through `printable`, and none of it is taken for markup.
@@ -58,12 +58,12 @@ def printable(value: object) -> str:
 
 
 def output() -> Console:
-    """What writes results."""
+    """The console for results."""
     return _console(stderr=False)
 
 
 def errors() -> Console:
-    """What writes errors, notes and progress."""
+    """The console for errors, notes and progress."""
     return _console(stderr=True)
 
 

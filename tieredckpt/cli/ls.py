@@ -45,7 +45,7 @@ def ls(store: MaybeStore = None, ram: Ram = False, as_json: Json = False) -> Non
 
 def state_of(step: StepInfo) -> str:
     """Whether a step is of the line that is being trained, and where its commit cannot be read."""
-    line = "abandoned" if step.abandoned else "live"
+    line = "off-branch" if step.off_branch else "live"
     return ", ".join([line, *(f"damaged on {tier}" for tier in step.damaged)])
 
 

@@ -101,7 +101,7 @@ def _looked_at(config: StoreConfig, look: Callable[[SyncStore, StepInfo], T]) ->
         return None
     try:
         with _opened(config.model_copy(update={"tiers": folders}), read_only=True) as store:
-            newest = next((step for step in reversed(store.steps()) if not step.abandoned), None)
+            newest = next((step for step in reversed(store.steps()) if not step.off_branch), None)
             return None if newest is None else look(store, newest)
     except TieredCkptError:
         return None

@@ -163,7 +163,7 @@ def _for_programs(uuid: str, group: Sequence[FoundRam]) -> dict[str, Any]:
 
 
 def folders(group: Sequence[FoundRam]) -> str:
-    """Where the store's other tiers are, and whether it is still there."""
+    """The folders of the store's other tiers, and whether each is still there."""
     return ", ".join(f"{where} ({state})" for where, state in _places(group).items()) or "RAM alone"
 
 

@@ -99,7 +99,7 @@ class Asked:
     doubts: list[str]
 
     def told(self) -> dict[str, object]:
-        """What codecs do for the tiers, what was assumed, and the doubts, as JSON."""
+        """Effects of codecs on the tiers, assumptions and doubts, as JSON."""
         return {
             "codecs": [asdict(each) for each in gains(self.scenario)],
             "assumed": [asdict(each) for each in self.assumed],
@@ -148,7 +148,7 @@ def scenario(
     tier_mtbf: Sequence[str] | None = None,
     tier_repair: str = "30 min",
 ) -> Asked:
-    """What the options say, and what is assumed where they say nothing. Raises `Invalid` for what cannot be."""
+    """The scenario of the options, with assumptions for those that are missing. Raises `Invalid` for what cannot be."""
     config = load(source)
     writes, reads = rates("--bandwidth", bandwidth, nodes), rates("--read-bandwidth", read_bandwidth, nodes)
     found: list[Assumption] = []

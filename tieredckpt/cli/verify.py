@@ -1,4 +1,4 @@
-"""The verb `verify`: reads steps on their tiers, compares every digest, and mends damage on request."""
+"""The verb `verify`: reads steps on their tiers, compares every digest, and repairs damage on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def verify(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Whole tiers: every step, and the tier's own files.")] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Mend damage from the tiers that are intact; without STEP as with --all.")
+        bool, typer.Option("--repair", help="Repair damage from the tiers that are intact; without STEP as with --all.")
     ] = False,
     rate: Annotated[
         str | None,
@@ -80,7 +80,7 @@ def _nbytes(store: SyncStore, number: int | None, tier: str | None) -> int:
     steps = store.steps()
     if not steps:
         return 0
-    newest = max((step for step in steps if not step.abandoned), default=steps[-1], key=lambda step: step.serial)
+    newest = max((step for step in steps if not step.off_branch), default=steps[-1], key=lambda step: step.serial)
     wanted = newest.step if number is None else number
     return sum(
         step.nbytes * (len(step.tiers) if tier is None else tier in step.tiers) for step in steps if step.step == wanted
@@ -131,8 +131,8 @@ def _result(each: Verified) -> str:
     if each.repaired:
         return f"repaired: {keys}"
     if each.lost:
-        mended = ", ".join(key for key in each.damaged if key not in each.lost)
-        return f"lost: {', '.join(each.lost)}" + (f"; mended: {mended}" if mended else "")
+        repaired = ", ".join(key for key in each.damaged if key not in each.lost)
+        return f"lost: {', '.join(each.lost)}" + (f"; repaired: {repaired}" if repaired else "")
     return f"damaged: {keys}: {each.problem}"
 
 

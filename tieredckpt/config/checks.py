@@ -14,21 +14,21 @@ from tieredckpt.policy.base import StepView, StoreView, TierView
 from tieredckpt.settings import Place, Problem
 from tieredckpt.units import format_size
 
-__all__ = ["doubtful", "impossible"]
+__all__ = ["impossible", "probable_mistakes"]
 
 _SAFETY = {"process": 0, "node": 1, "site": 2}
 _SAMPLES_MAX = 1000
 _FAILURES = (Exception, SystemExit)
-"""What a stranger's policy may raise."""
+"""Exceptions of third-party policies that are caught."""
 
 
 def impossible(store: StoreSettings) -> list[Problem]:
-    """What keeps a store of this configuration from working; it is refused."""
+    """Problems with which a store cannot work; the configuration is refused."""
     return [*_conflicts(store), *_shortages(store), *_keeps_nothing(store), *_exports(store)]
 
 
-def doubtful(store: StoreSettings) -> list[Problem]:
-    """What works and is hardly meant; it is told when the store is opened."""
+def probable_mistakes(store: StoreSettings) -> list[Problem]:
+    """Valid settings that are probably a mistake; they are logged when the store is opened."""
     found: list[Problem] = [*_fails(store)]
     for nearer, slower in combinations(store.tiers, 2):
         if nearer.survives and slower.survives and _SAFETY[slower.survives] < _SAFETY[nearer.survives]:
@@ -159,7 +159,7 @@ def _keeps_nothing(store: StoreSettings) -> Iterator[Problem]:
         try:
             kept = [tier.retain.retains(view.tiers[index], view) for view in _samples(store, tier)]
         except _FAILURES:
-            continue  # told as doubtful, for the sample may be what is wrong
+            continue  # reported as probable mistakes, for the sample may be what is wrong
         if not any(kept):
             text = (
                 f"`{tier.retain.kind}` keeps no step, not even one that was just saved; let it keep one, for example "

@@ -67,7 +67,7 @@ class ExportConfig(Settings):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the format is given besides the step."""
+        """Options of the format."""
         given = {"cast": self.cast, "shard_size": self.shard_size, "rename": self.rename or None}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -77,7 +77,7 @@ class ExportConfig(Settings):
         return None if url_scheme(self.to) is not None else Path(self.to)
 
     def place(self) -> TierConfig:
-        """Where the exports are, as a tier that lies there would be configured. Raises `Invalid`."""
+        """The place of the exports, as a tier that lies there would be configured. Raises `Invalid`."""
         if self.folder is not None:
             return PosixTier(name=self.name, path=self.folder)
         return place_of(self.to, self.name)

@@ -40,7 +40,7 @@ class Output(Protocol):
 
 
 class Files(Protocol):
-    """Where a format writes its files: a folder, a place in an object store, or one file."""
+    """Destination of a format: a folder, a place in an object store, or one file."""
 
     single: bool
     """Whether it is one file, which has a name already: the only one that is opened."""
@@ -77,7 +77,7 @@ class Format:
     locate: Callable[[Path], Path] = lambda path: path
     """The checkpoint that a path to import means, where that may be a folder of several. Raises `NotFound`."""
     metrics: Callable[[Path], Mapping[str, float]] = lambda path: {}
-    """What was noted of a checkpoint when it was saved."""
+    """Metrics that are stored with a checkpoint."""
 
     @property
     def writes(self) -> bool:

@@ -69,22 +69,22 @@ class Opens(Protocol[C_contra]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierKind(Generic[C]):
-    """What the library asks of a kind of tier; each question is asked with the configuration of one tier."""
+    """A kind of tier: everything that the library asks of it, as functions of one tier's configuration."""
 
     config: type[C]
     open: Opens[C]
     survives: Callable[[C], Survives]
-    """What the tier outlives, as far as its configuration tells."""
+    """What the tier outlives, by its configuration."""
     exists: Callable[[C], bool] = lambda _: True
     """Whether there may be a store; False is certain. It opens and makes nothing. May block: see `exists`."""
     location: Callable[[C], Path | str | None] = lambda tier: tier.location
-    """Where it is, without secrets, in a form that two configurations are compared by and that RAM notes: a path for
+    """Location without secrets, in a form that two configurations are compared by and that RAM notes: a path for
     a folder of this machine whose files are the objects, other text for anything else. None for what nobody else
     can find, such as memory."""
     schemes: tuple[str, ...] = ()
     """The schemes of the URLs that name a place of this kind; its configuration takes one as ``url``."""
     scopes: tuple[Literal["node", "all"], ...] = ("all",)
-    """Who may see such a tier: its node alone, or all nodes."""
+    """Visibility of such a tier: its node alone, or all nodes."""
     medium: Literal["memory", "nodes", "shared"] = "shared"
     """For plans, what its speed comes from: each node's memory, the media of all nodes together, or what all share.
     What outlives no node and is used by a single one is taken for the medium of that."""
@@ -96,7 +96,7 @@ class TierKind(Generic[C]):
     """The TensorStore kvstore spec of the tier, whose ``path`` is its root; of its configuration and the location of
     its open store. None where TensorStore has no driver that reads it."""
     checkup: Callable[[C, int], AsyncIterator[Check]] | None = None
-    """What `doctor` does, with an object of so many bytes; None for `tieredckpt.blobs.tier_checkup.try_tier`."""
+    """The check of `doctor` with an object of so many bytes; None for `tieredckpt.blobs.tier_checkup.try_tier`."""
 
     @property
     def name(self) -> str:
@@ -109,7 +109,7 @@ class TierKind(Generic[C]):
 
 
 _registered: dict[str, TierKind[Any]] = {}
-"""What `register` was given, by its name."""
+"""Kinds that `register` was given, by name."""
 
 
 def register(kind: TierKind[C]) -> TierKind[C]:

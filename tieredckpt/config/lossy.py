@@ -58,7 +58,7 @@ def _pattern(value: object) -> str:
 
 
 class LossyRule(Settings):
-    """What a tier keeps of the arrays that ``keys`` choose; exactly one of the other settings is given."""
+    """Loss that a tier allows for the arrays that ``keys`` choose; exactly one of the other settings is given."""
 
     keys: Annotated[_PATTERNS, BeforeValidator(_keys)]
     """Keys of leaves, or patterns over them, as `CheckpointStore.restore` takes them; the first rule that chooses an

@@ -66,7 +66,7 @@ Endpoint = Annotated[str, BeforeValidator(check_endpoint)]
 
 
 class ObjectTier(TierConfig):
-    """What the kinds of object stores have in common."""
+    """Settings that the kinds of object stores share."""
 
     url: str
     """The bucket (with Azure, the container) and the prefix of all keys."""
@@ -88,7 +88,7 @@ class ObjectTier(TierConfig):
 
     @property
     def prefix(self) -> str:
-        """Of all keys, without slashes around it; empty for the whole bucket."""
+        """Prefix of all keys, without slashes around it; empty for the whole bucket."""
         return self.url.partition("://")[2].partition("/")[2]
 
     @property

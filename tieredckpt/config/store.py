@@ -1,4 +1,4 @@
-"""What a store is made of: its settings and its tiers, from TOML, from Python or from a stored step.
+"""Configuration of a store: its settings and its tiers, from TOML, from Python or from a stored step.
 
 A configuration file has one table ``[store]`` and one table ``[tiers.NAME]`` per tier, nearest first::
 
@@ -66,7 +66,7 @@ __all__ = [
 
 
 _TABLES = ("tiers", "exports")
-"""What has a table for each of its names, beside that of the store."""
+"""Sections with one table per name, beside that of the store."""
 
 
 class StoreConfig(StoreSettings):

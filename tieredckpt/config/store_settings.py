@@ -77,7 +77,7 @@ class StoreSettings(Settings):
     tiers: Tiers = ()
     """Nearest first."""
     exports: Exports = ()
-    """What is exported behind the training."""
+    """Exports that are made behind the training."""
 
     @classmethod
     def noun(cls) -> str:
@@ -134,7 +134,7 @@ class StoreSettings(Settings):
 
     @property
     def recorded_policies(self) -> dict[str, Any]:
-        """What a step records: the schedule, and by tier its name, kind and policies. Nothing of where a tier is."""
+        """Policies that a step records: the schedule, and each tier's name, kind and policies; never its location."""
         tiers = {"tiers": {"__all__": {"name", "kind", "promote", "retain", "evict"}}}
         found: dict[str, Any] = redacted(self.model_dump(mode="json", include={"schedule": True, **tiers}))
         return found

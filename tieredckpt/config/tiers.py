@@ -153,7 +153,7 @@ WITH_SECRETS = {"secrets": True}
 """The context of a dump that is to have the secrets of kvstore specs, which another has not."""
 
 LOOKALIKE = "directory:"
-"""What the address of a look-alike of CHFS begins with; its directory follows."""
+"""Prefix of the address of a look-alike of CHFS; its directory follows."""
 
 CHFS_FOLDER = "/tieredckpt"
 """The folder in CHFS of stores that nothing tells from others."""
@@ -171,7 +171,7 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 class TierConfig(Settings):
-    """What every kind of tier has. A kind derives its model from this, with one literal as the default of ``kind``."""
+    """Settings of every kind of tier. A kind derives its model from this, with a literal as the default of ``kind``."""
 
     kind: str
     name: Name
@@ -198,7 +198,7 @@ class TierConfig(Settings):
 
         @property
         def location(self) -> str | None:
-            """Where it is, for people and without secrets; no other tier of a store may be there."""
+            """Location for people, without secrets; no other tier of a store may be there."""
 
         @property
         def capacity(self) -> int | Literal["auto"] | None:
@@ -206,7 +206,7 @@ class TierConfig(Settings):
 
         @property
         def survives(self) -> Literal["process", "node", "site"] | None:
-            """What it outlives by the word of the user; None where nobody said."""
+            """What the tier outlives according to the user; None where the user does not say."""
 
     @classmethod
     def noun(cls) -> str:
@@ -254,12 +254,12 @@ class RamTier(TierConfig):
 
     @property
     def location(self) -> str | None:
-        """What no other tier may use; None where the system's own folder is taken."""
+        """The place that no other tier may use; None where the system's own folder is taken."""
         return None if self.path is None else normal(self.path)
 
 
 class FolderTier(TierConfig):
-    """What the kinds of folders have in common."""
+    """Settings that the kinds of folders share."""
 
     path: AbsolutePath
     capacity: Capacity | None = None
@@ -324,7 +324,7 @@ class ChfsTier(TierConfig):
 
     @property
     def location(self) -> str:
-        """What no other tier may use."""
+        """The place that no other tier may use."""
         return f"chfs:{self.server or ''}:{self.folder}"
 
     @property

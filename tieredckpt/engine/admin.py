@@ -11,6 +11,7 @@ from tieredckpt.engine.keeping.safety import check_deletable, check_unread
 from tieredckpt.engine.repairing.repack import collect_on
 from tieredckpt.engine.repairing.scrub import scrub
 from tieredckpt.engine.repairing.verify import Verified, verify_step
+from tieredckpt.engine.state.adoption import adopt_if_gone
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid, NotFound
@@ -34,7 +35,7 @@ class Admin:
 
     @property
     def _tiers(self) -> Sequence[Tier]:
-        """Those that it works on."""
+        """Tiers that a verb works on."""
         return self._state.tiers
 
     def _of_derived(self, name: str) -> Admin | None:
@@ -88,7 +89,7 @@ class Admin:
                 await self.delete_copies(steps, force=force)
         finally:
             for step in steps:
-                state.adopt_if_gone(step)
+                adopt_if_gone(state, step)
 
     async def delete_copies(self, steps: Collection[StepId], *, force: bool) -> None:
         """Delete every copy of steps on the tiers that this process manages, nearest first.
@@ -156,7 +157,7 @@ class Admin:
         repair: bool,
         progress: Callable[[int], None] | None,
     ) -> list[Verified]:
-        """Read all of a step on one tier or on every tier that holds it, and mend what is damaged if asked."""
+        """Read all of a step on one tier or on every tier that holds it, and repair what is damaged if asked."""
         if repair:
             self._state.check_writable("repair")
         if repair and name is not None:

@@ -46,8 +46,10 @@ from tieredckpt.engine.saving.moment import Moment
 from tieredckpt.engine.saving.plan import snapshot_size
 from tieredckpt.engine.saving.save import Saved, Writer, versions
 from tieredckpt.engine.scratch import Scratch
+from tieredckpt.engine.state.adoption import adopt_late_tier
 from tieredckpt.engine.state.branch import Origin
-from tieredckpt.engine.state.state import Role, State
+from tieredckpt.engine.state.membership import Membership, Role
+from tieredckpt.engine.state.state import DerivedState, State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
@@ -89,7 +91,7 @@ class Engine:
         self._tasks: list[asyncio.Task[None]] = []
         self.promoters: dict[str, Promoter] = {}
         self.exporter: Exporter | None = None
-        """What exports behind the training; None where nothing is to be exported, or another process does it."""
+        """Exports steps behind the training; None where there are no exports, or another process makes them."""
         self._snapshot = 0
         """Bytes that a save is known to take."""
         self.prepared = False
@@ -143,23 +145,22 @@ class Engine:
                 shared=any(kind_of(tier).shares_memory for tier in config.tiers),
             ),
             read_only=self._read_only,
-            role=self._role,
+            membership=Membership(role=self._role),
         )
         self.collector = Collector(self.state)
         self.mode = self._make_mode(group)
-        self.state.derivations = tuple(map(self.state.derivation, derived))
-        self._deriving = {each.tiers[-1].name: Collector(each) for each in self.state.derivations}
+        self.state.derivations = tuple(DerivedState.of(self.state, tier) for tier in derived)
+        self._deriving = {each.target.name: Collector(each) for each in self.state.derivations}
         connect_ram(self.state, sharers=_sharers(config.ram, group), folder=self._ram)
         self.admin = self.mode.admin
         if self._role is not Role.TRAINER:  # whose agent carries them out
             self.admin.derived = {
-                each.tiers[-1].name: _admin_of(each, self._deriving[each.tiers[-1].name])
-                for each in self.state.derivations
+                each.target.name: _admin_of(each, self._deriving[each.target.name]) for each in self.state.derivations
             }
-        self.mending = BackgroundRepair(self.state, self.collector, self.mode.mend_elsewhere)
+        self.background_repair = BackgroundRepair(self.state, self.collector, self.mode.repair_elsewhere)
         flattener = Flattener()
         self.restorer = Restorer(
-            self.state, self.mode, self.mending.behind, self.prepare, self.expect_saves_of, flattener
+            self.state, self.mode, self.background_repair.behind, self.prepare, self.expect_saves_of, flattener
         )
         self._writer = Writer(self.state, self.collector, self.mode.slower_tiers)
         self.prepared = True
@@ -178,15 +179,15 @@ class Engine:
         """Start what goes on behind the training."""
         for tier in filter(self.state.manages, self.state.tiers):
             mode = self.mode
-            promoter = Promoter(self.state, self.collector, tier, self._reconnect, mode.promote, mode.tell_stuck)
+            promoter = Promoter(self.state, self.collector, tier, self._reconnect, mode.promote, mode.report_stuck)
             self._promote_to(tier, promoter)
         for derivation in self.state.derivations:
-            if self.state.manages(tier := derivation.tiers[-1]):
+            if self.state.manages(tier := derivation.target):
                 collector = self._deriving[tier.name]
                 derive = partial(copy_step, derivation, collector)
                 self._promote_to(tier, Promoter(derivation, collector, tier, self._reconnect, derive))
         if self._config.exports and self.state.membership.rank == 0 and self._role is not Role.TRAINER:
-            self.exporter = Exporter(self.state, self._config.exports, self.mending.behind)
+            self.exporter = Exporter(self.state, self._config.exports, self.background_repair.behind)
             self._go_on(self.exporter.run(), "exports")
         if self._role is not Role.AGENT:
             self._go_on(keep_noted(self.state), "note of whose RAM it is")
@@ -219,7 +220,7 @@ class Engine:
         if tier.ram is not None:
             await tier.disconnect()  # its folder went away, and the slab with it
         await connect(self.state, tier)
-        self.state.meet(tier)
+        adopt_late_tier(self.state, tier)
         if tier is self.state.tiers[0]:
             self.prepare_memory(self._snapshot)
             await self.mode.reopened()
@@ -290,7 +291,9 @@ class Engine:
             ram.slab.expect_no_more()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, self.mending.stop(), self._writer.frozen.stop(), return_exceptions=True)
+        await asyncio.gather(
+            *self._tasks, self.background_repair.stop(), self._writer.frozen.stop(), return_exceptions=True
+        )
         await self._release(keep_ram=keep_ram)
 
     async def _release(self, *, keep_ram: bool = True) -> None:
@@ -360,7 +363,7 @@ class Engine:
         """
         await self.captures.drained()
         await self._writer.frozen.drained()
-        await self.mending.drained()
+        await self.background_repair.drained()
         await self.mode.drained()
         await drained(self.state, self.promoters)
         await self.mode.told()

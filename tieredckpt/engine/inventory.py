@@ -14,7 +14,8 @@ from tieredckpt.engine.restoring.deriving import open_derived
 from tieredckpt.engine.restoring.lookup import find_derived
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.tensorstore_spec import array_spec
-from tieredckpt.engine.state.state import State, numbers
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.views import numbers
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import slab_size
@@ -55,7 +56,7 @@ class StepInfo:
     """Tiers whose commit of it cannot be read."""
     restored_from: int | None
     """Serial of the step at which its branch was continued last after a restore."""
-    abandoned: bool
+    off_branch: bool
     """Off the branch: an earlier step was restored, and a save has forked there."""
     ranks: int = 1
     """How many processes saved it together."""
@@ -73,7 +74,7 @@ class ArrayInfo:
     nbytes: int
     chunks: int
     kind: str
-    """What it was in the tree that was saved: ``numpy``, ``torch``, ``jax`` and so on."""
+    """Kind of the array in the saved tree: ``numpy``, ``torch``, ``jax`` and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class TierInfo:
     problem: str
     """Why it is not healthy, or that there is no RAM of this store just now, which is no fault."""
     note: str
-    """What a person should know of it though it works, such as that it has no room for all that it should retain."""
+    """Note for people about a tier that works, such as that it has no room for all that it should retain."""
     steps: int
     """How many it holds."""
     damaged: tuple[DamagedStep, ...]
@@ -239,7 +240,7 @@ def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
         tiers=tuple(tier.name for tier in state.tiers if step in tier.steps.held),
         damaged=tuple(tier.name for tier in state.every_tier if step in tier.steps.damaged),
         restored_from=record.restored_from,
-        abandoned=not state.on_line(step.serial) and step in state.records(),
+        off_branch=not state.on_line(step.serial) and step in state.records(),
         ranks=record.ranks,
         lossy=tuple(tier.name for tier in state.derived if step in tier.steps.held),
     )

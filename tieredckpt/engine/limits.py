@@ -98,4 +98,4 @@ class Limits:
 
 
 in_force = Limits()
-"""What holds in this process."""
+"""The limits of this process."""

@@ -44,7 +44,7 @@ class Work(Generic[T]):
 
     @property
     def task(self) -> asyncio.Task[T] | None:
-        """What it runs as; None before it has begun."""
+        """The task of the work; None before it has begun."""
         return self._task
 
     def start(self) -> None:
@@ -83,7 +83,7 @@ class Work(Generic[T]):
             self.ended.open()
 
     def result(self, seconds: float | None = None) -> T:
-        """What it returned or raised; `Closed` if it was cancelled. Blocks; raises `TimeoutError` after ``seconds``."""
+        """Wait for the result or error of the work; `Closed` if cancelled, `TimeoutError` after ``seconds``. Blocks."""
         if not self.ended.wait(seconds):
             raise TimeoutError
         if self._refused:

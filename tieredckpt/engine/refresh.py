@@ -22,6 +22,7 @@ from tieredckpt.engine.opening.scan import scan_tier_again
 from tieredckpt.engine.opening.stale_ram import remove_stale_ram
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram, seen_in_ram
 from tieredckpt.engine.restoring.moved import Moved
+from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
@@ -43,7 +44,7 @@ class Refresh:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        state.look_anew = self.refresh
+        state.reader.refresh = self.refresh
         self._guards_refresh = asyncio.Lock()
         self._begun = -1.0
         """When the last refresh began that ended well (monotonic seconds)."""
@@ -54,7 +55,7 @@ class Refresh:
         self._left_behind: set[StepId] = set()
         """Steps in RAM that the training has not gone on from."""
         self._seen: Hashable = None
-        """What `seen_in_ram` said last."""
+        """The last result of `seen_in_ram`."""
 
     async def looking(self, work: Callable[[], Awaitable[T]], *, packs: bool = False) -> T:
         """The result of work that looks at the store as it is now, again when a step moves while it is read.
@@ -125,9 +126,9 @@ class Refresh:
         if seen != self._seen:
             await open_read_only_ram(state)
             self._seen = seen
-        for step, merged in state.read_only_steps.items():
+        for step, merged in state.reader.ram_steps.items():
             first.steps.held.setdefault(step, Held(merged.index.record, ""))
-        state.adopt_line()
+        adopt_newest(state)
         state.changed.notify()
 
     async def _look_at(self, tier: Tier, *, packs: bool) -> None:

@@ -53,7 +53,7 @@ class Scratch:
             give_back()
 
     async def take(self, nbytes: int) -> tuple[npt.NDArray[np.uint8], Callable[[], None]]:
-        """As `lend`, for work that ends elsewhere: the memory, and what gives it back."""
+        """Lend memory to work that ends elsewhere: returns the memory, and a function that gives it back."""
         if aligned(nbytes) > self.capacity:
             if nbytes > _LARGEST:
                 raise Corrupt(f"a chunk of {format_size(nbytes)} cannot be right: {format_size(_LARGEST)} is the most")

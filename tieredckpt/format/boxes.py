@@ -56,7 +56,7 @@ class Box(NamedTuple):
         return Box(tuple([a - b for a, b in zip(self.offset, outer.offset, strict=True)]), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """What to index the array with."""
+        """Slices that index the array."""
         return tuple([slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True)])
 
 

@@ -54,7 +54,7 @@ class CatalogStep(msgspec.Struct, frozen=True, array_like=True):
     serial: _Serial
     manifest_nbytes: _Number
     manifest_modified: float
-    """As the tier's listing had it, seconds since the epoch."""
+    """Time of change in the tier's listing, seconds since the epoch."""
     btree: str
     """Name of the file of index nodes in the step's folder."""
     btree_nbytes: _Number
@@ -90,7 +90,7 @@ class CatalogStep(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What a catalog says."""
+    """Content of a catalog."""
 
     store: str
     packs: Sequence[str]
@@ -100,7 +100,7 @@ class Catalog:
     counts: NDArray[np.uint32]
     """Chunks of each."""
     chunks: NDArray[Any]
-    """Of dtype `RECORD`: the chunks of all packs, one after the other."""
+    """Chunks of all packs, one after the other, of dtype `RECORD`."""
     steps: Sequence[CatalogStep]
 
 
@@ -128,7 +128,7 @@ def encode_catalog(catalog: Catalog) -> bytes:
 
 
 def decode_catalog(data: bytes, where: str) -> Catalog:
-    """What a catalog says; its chunks are seen in ``data``. Raises `Corrupt` for what no writer would have written."""
+    """Decode a catalog; its chunks are views of ``data``. Raises `Corrupt` for what no writer would have written."""
     view = memoryview(data)
     if len(view) < len(_HEAD) + _CRC_SIZE or view[: len(_HEAD)] != _HEAD:
         raise Corrupt(f"{where} is no catalog of version 1")

@@ -1,4 +1,4 @@
-"""What the record of a derived step says of how it was made: from which exact step, by which rules, how exactly."""
+"""The record of how a derived step was made: from which exact step, by which rules, with which errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rounded(msgspec.Struct, frozen=True, kw_only=True):
     """An array, or a block of one, whose values were rounded."""
 
     rule: _Count
-    """Its place in `Derivation.rules`."""
+    """Position in `Derivation.rules`."""
     worst: Annotated[float, msgspec.Meta(ge=0.0)]
     """The largest error found, relative or absolute as the rule is; a relative one rounded up by less than twice."""
     exact_chunks: _Count = 0

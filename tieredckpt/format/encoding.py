@@ -49,7 +49,7 @@ class Encoded(NamedTuple):
     """A chunk as it is stored."""
 
     digest: bytes
-    """Of the chunk's bytes, which are what is encoded."""
+    """Digest of the chunk's bytes before they are encoded."""
     length: int
     """Bytes of the frame and its checksum: those of its extent."""
     parts: list[Bytes]
@@ -110,7 +110,7 @@ class Encoding:
         return 0 if behind or not self.overhead else self.stored_size(nbytes) - _whole_pages(nbytes)
 
     def encode_inline(self, chunk: bytes, itemsize: int) -> bytes:
-        """What an index holds of a chunk that lies in it."""
+        """Encode a chunk that lies in the index itself."""
         if self.raw:
             return chunk + crc32c(chunk).to_bytes(_CHECKSUM_SIZE, "little") if self.checksum_size else chunk
         room = np.empty(self.room(len(chunk), behind=False), np.uint8)
@@ -186,7 +186,7 @@ def _decode_raw(frame: Bytes, nbytes: int, into: Bytes) -> bytes:
 PLAIN: Final = Encoding(
     "plain", raw=True, overhead=0, checksum_size=0, codecs=lambda _: [], encode=_encode_plain, decode=_decode_raw
 )
-"""As it is: in RAM, which is mapped and compared."""
+"""Raw bytes: in RAM, which is mapped and compared."""
 
 CRC32C: Final = Encoding(
     "crc32c",
@@ -200,4 +200,4 @@ CRC32C: Final = Encoding(
 """Followed by its CRC-32C, so that stock readers of zarr notice damage: on every tier below RAM."""
 
 ENCODINGS: Final = {encoding.name: encoding for encoding in (PLAIN, CRC32C)}
-"""What a step may be stored in, by name."""
+"""Encodings of chunks, by name."""

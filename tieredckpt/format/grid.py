@@ -189,7 +189,7 @@ def plan_block(
 
 
 def _step(start: int, size: int, full: int, cut: int) -> int:
-    """What a cell must divide on an axis so that it begins and ends with the block; 0 if anything does."""
+    """Divisor of a cell on an axis so that cells begin and end with the block; 0 if any cell does."""
     if size == full:
         return 0
     last = start + size == full

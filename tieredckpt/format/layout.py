@@ -52,7 +52,7 @@ DERIVED_VERSION = 3
 """Version of the marker of a root of derived steps, which readers of exact steps refuse."""
 
 FORMAT_VERSIONS = FORMAT_VERSION, ENCODED_VERSION, DERIVED_VERSION
-"""What this version reads."""
+"""Format versions that this version reads."""
 
 MARKER = "tieredckpt.json"
 """The file that tells whose root this is; written once."""
@@ -139,7 +139,7 @@ def btree_key(step: int, serial: int) -> str:
 
 
 def part_key(step: int, serial: int, rank: int) -> str:
-    """What one rank contributes to a step while that is being committed. Raises `Invalid` as `step_folder` does."""
+    """Key of a rank's part of a step that is being committed. Raises `Invalid` as `step_folder` does."""
     if rank < 0:
         raise Invalid(f"rank {rank} has no part: ranks begin at 0")
     return f"{step_folder(step, serial)}parts/{rank}"

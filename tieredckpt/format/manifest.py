@@ -1,4 +1,4 @@
-"""What a commit consists of: the record of a step, its arrays' chunks, and their place in one index.
+"""Content of a commit: the record of a step, its arrays' chunks, and their place in one index.
 
 A step's key space is, in TensorStore's OCDBT format (`tieredckpt.format.ocdbt`):
 
@@ -80,7 +80,7 @@ class StepId(NamedTuple):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored about a step besides its arrays; ``tieredckpt/step.json``."""
+    """Metadata of a step; stored as ``tieredckpt/step.json``."""
 
     store: _Uuid
     """Identity of the store, a UUID."""
@@ -105,7 +105,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     """How many ranks saved the step together."""
     derived: Derivation | msgspec.UnsetType = msgspec.UNSET
-    """What the step was derived from with loss, and how; unset for an exact one."""
+    """Origin of a derived step, with its rules; unset for an exact one."""
     format_version: int = layout.FORMAT_VERSION
     digest: str = digests.NAME
 
@@ -139,7 +139,7 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_store(self) -> StoreMarker:
-        """What it says of the store, without what concerns its tier alone."""
+        """The marker without the fields that concern its tier alone."""
         return self.at_version(layout.FORMAT_VERSION)
 
     def at_version(self, version: int) -> StoreMarker:
@@ -188,7 +188,7 @@ class StepIndex:
                 self._blocks.setdefault(key, []).append((Box(offset, array.grid.shape), name))
 
     def blocks(self, key: str) -> list[tuple[Box, str]]:
-        """Where an array is: boxes of it, by offset, each with its storage key; one for an array stored whole.
+        """Blocks of an array: boxes of it, by offset, each with its storage key; one for an array stored whole.
 
         Empty for an array that is not there. In the part of a rank the boxes may leave some of the array out.
         """
@@ -339,7 +339,7 @@ def _settle_array(index: StepIndex, node: ArrayNode, where: str) -> int:
 
 
 def _chunk_extent(value: Extent | None, nbytes: int, bounds: tuple[int, int], packs: set[str], where: str) -> Extent:
-    """Where a chunk is, checked; ``packs`` remembers the paths that were seen to be packs."""
+    """Decode and check the place of a chunk; ``packs`` remembers the paths that were seen to be packs."""
     if value is None:
         raise Corrupt(f"{where}: a chunk of {nbytes} bytes is missing")
     if not bounds[0] <= value.length <= bounds[1] or value.offset % layout.ALIGNMENT:

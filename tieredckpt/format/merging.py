@@ -32,7 +32,7 @@ from tieredckpt.format.structure import (
 __all__ = ["merge", "merge_structures", "show_ranks"]
 
 _Group: TypeAlias = list[tuple[int, Node]]
-"""What is at one path of the tree, once for each way to see it, with the lowest rank that does."""
+"""Nodes at one path of the tree, one for each different node, with the lowest rank that has it."""
 
 
 def merge(parts: Iterable[Part]) -> StepIndex:
@@ -210,7 +210,7 @@ def _show_array(name: str) -> str:
 
 
 def _places(arrays: Iterable[PartArray]) -> dict[bytes, Extent | bytes]:
-    """Where the chunks are that some rank leaves to another."""
+    """Places of the chunks that some rank leaves to another."""
     arrays = list(arrays)
     wanted = {digest for array in arrays for digest, where in array.chunks if where is None}
     if not wanted:

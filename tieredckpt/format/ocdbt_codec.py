@@ -89,7 +89,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 
 
 Value: TypeAlias = bytes | Extent
-"""What a key stands for: bytes that lie in the index, or where the bytes are."""
+"""Value of a key: bytes in the index, or the place of the bytes."""
 
 
 @dataclass(frozen=True, slots=True)

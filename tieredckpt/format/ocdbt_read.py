@@ -53,7 +53,7 @@ class Root:
     commit_time_ns: int
     """Nanoseconds since the epoch."""
     height: int
-    """Of the root node; leaves have 0."""
+    """Height of the root node; leaves have 0."""
     path: str
     """File of the root node relative to the root folder; empty when the index is."""
     base: str
@@ -95,7 +95,7 @@ def decode(manifest: bytes, btree: bytes, btree_path: str) -> list[tuple[bytes, 
 
 
 def decode_nodes(manifest: bytes, read: NodeReader) -> list[tuple[bytes, Value]]:
-    """As `decode`, for nodes that lie in several files, as other writers of OCDBT leave them."""
+    """Decode nodes that lie in several files, as other writers of OCDBT leave them; otherwise as `decode`."""
     return _decode(read_root(manifest), read)
 
 
@@ -106,7 +106,7 @@ def find(manifest: bytes, btree: bytes, btree_path: str, key: bytes) -> Value | 
 
 
 def find_in_nodes(manifest: bytes, read: NodeReader, key: bytes) -> Value | None:
-    """As `find`, for nodes that lie in several files."""
+    """Find a key in nodes that lie in several files, as `find`."""
     return _find(read_root(manifest), read, key)
 
 

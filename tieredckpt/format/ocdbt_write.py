@@ -43,7 +43,7 @@ NODE_BYTES: Final = 128 << 10
 within a fifth, and a single key is found the faster the smaller they are: here in two milliseconds."""
 
 _ENTRY_BYTES = 24
-"""What an entry takes besides its key and inline value, for dividing entries into nodes."""
+"""Bytes of an entry besides its key and inline value, for dividing entries into nodes."""
 
 _ARITY_LOG2 = 4
 _GENERATION = 1
@@ -115,7 +115,7 @@ class Keys:
         """Of the division before the last: RAM and a slower tier divide in turns, for checksums take room."""
 
     def columns(self, nodes: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Of every leaf node, given as a range of keys: its key columns."""
+        """Key columns of every leaf node, given as a range of keys."""
         last, before = self._last, self._before
         found = {node: last.get(node) or before.get(node) or self._encoded(node, len(nodes)) for node in nodes}
         self._last, self._before = found, last
@@ -135,7 +135,7 @@ def encode(
     commit_time_ns: int,
     max_node_bytes: int = NODE_BYTES,
 ) -> Index:
-    """As `encode_values`, of entries in strictly ascending order of their keys."""
+    """Encode entries in strictly ascending order of their keys, as `encode_values`."""
     pairs = list(entries)
     keys, values = Keys([key for key, _ in pairs]), [value for _, value in pairs]
     return encode_values(

@@ -135,7 +135,7 @@ def decode_footer(footer: bytes, size: int) -> list[PackEntry]:
 
 
 def decode_table(footer: bytes, size: int) -> NDArray[Any]:
-    """As `decode_footer`, but one read-only array of dtype `RECORD` over ``footer``; for many entries."""
+    """Decode a footer into one read-only array of dtype `RECORD` over ``footer``; for many entries."""
     if len(footer) < TRAILER_BLOCK or len(footer) % TRAILER_BLOCK:
         raise Corrupt(f"a pack footer of {len(footer)} bytes is cut")
     end, count = _parse_trailer(footer)

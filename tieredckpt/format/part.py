@@ -69,7 +69,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 @dataclass(frozen=True, slots=True)
 class PartArray:
-    """What a rank has of an array: a block of it, or all; the chunks in row-major order of the block's grid."""
+    """A rank's share of an array: a block of it, or all; the chunks in row-major order of the block's grid."""
 
     grid: Grid
     dtype: np.dtype[Any]
@@ -78,7 +78,7 @@ class PartArray:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank contributes to a step.
+    """A rank's contribution to a step.
 
     The arrays are named by storage key, those of `block_key` included; every array of the record's structure may
     be there whole, in blocks, or (where other ranks have all of it) not at all.
@@ -251,7 +251,7 @@ def _grid(shape: tuple[int, ...], cell: tuple[int, ...], itemsize: int) -> tuple
 def _locations(
     body: _Body, kinds: NDArray[np.uint8], cells: NDArray[np.int64], where: str
 ) -> Iterator[Extent | bytes | None]:
-    """Where each chunk is, given the bytes of its cell; everything is checked before the first is given."""
+    """Decode the place of each chunk, given the bytes of its cell; checks all of them before the first is returned."""
     far, inside = kinds == EXTENT, kinds == INLINE
     if kinds.size and kinds.max() > ELSEWHERE:
         raise Corrupt(f"{where}: a chunk of unknown kind {kinds.max()}")

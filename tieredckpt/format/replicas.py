@@ -36,7 +36,7 @@ class ReplicasDisagree(Conflict):
 
 
 def differences(arrays: Mapping[str, Mapping[int, Sequence[bytes]]]) -> list[Difference]:
-    """Who differs in which arrays: one for each set of ranks.
+    """Differences between replicas: one entry for each set of ranks.
 
     Args:
         arrays: by storage key of an array or a block of one, the digests of its chunks by rank; none where a rank that
@@ -81,7 +81,7 @@ def show_difference(found: Difference) -> str:
 
 
 def show_ranks(ranks: Iterable[int]) -> str:
-    """Some ranks for a message: ``rank 3``, ``ranks 1, 2, 5``, the first ten of many."""
+    """Format ranks for a message: ``rank 3``, ``ranks 1, 2, 5``, the first ten of many."""
     found = sorted(ranks)
     shown = ", ".join(map(str, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
     return f"rank {shown}" if len(found) == 1 else f"ranks {shown}"

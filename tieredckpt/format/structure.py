@@ -84,7 +84,7 @@ MAX_STRUCTURE_BYTES: Final = 256 << 20
 """Largest structure, in bytes of JSON."""
 
 Kind = Literal["numpy", "numpy-scalar", "torch", "jax", "jax-key"]
-"""What an array was in the tree that was saved."""
+"""Kind of an array in the saved tree."""
 
 _Small = Annotated[int, msgspec.Meta(ge=-MAX_JSON_INT, le=MAX_JSON_INT)]
 _Bits = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
@@ -132,7 +132,7 @@ class TypedNode(_Keyed, frozen=True, omit_defaults=True, tag="typed"):
 
     of: _Of
     about: Any = None
-    """What it has besides its children, as JSON."""
+    """Data of the node besides its children, as JSON."""
 
 
 class ObjectNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="object"):
@@ -140,7 +140,7 @@ class ObjectNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
 
     of: _Of
     value: Any
-    """What makes it, as JSON."""
+    """Data that makes the value, as JSON."""
 
 
 class ArrayNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False, tag="array"):

@@ -62,7 +62,7 @@ def load_state(
 
 
 class _Position:
-    """Where a data loader is: the state that the Accelerator keeps of it, a batch behind the loader's own."""
+    """Position of a data loader: the state that the Accelerator keeps of it, a batch behind the loader's own."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

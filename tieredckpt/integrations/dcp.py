@@ -194,7 +194,7 @@ class TieredReader(StorageReader):
         return False
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """What the step has: a tensor in one chunk each. Raises `NotFound`."""
+        """Metadata of the step: one chunk for each tensor. Raises `NotFound`."""
         found = self._store.restore(self._step, as_="specs", resume=False)
         if found is None:
             raise NotFound("the store has no step to load; begin anew, or check that it is the store that was saved to")
@@ -296,7 +296,7 @@ def _durable_tier(store: SyncStore) -> str:
 
 
 def _torch_dtype(spec: ArraySpec) -> torch.dtype | None:
-    """Of what was a tensor; None for other arrays, which DCP takes for objects."""
+    """The torch dtype of an array that was a tensor; None for other arrays, which DCP takes for objects."""
     dtype = getattr(torch, spec.dtype.name, None) if spec.kind == "torch" else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -327,7 +327,7 @@ def _specs(tree: Any) -> list[ArraySpec]:
 
 
 def _at(tree: Any, path: Sequence[str | int]) -> Any:
-    """What lies at a path of DCP, which has the keys of dicts as text."""
+    """The value at a path of DCP, which has the keys of dicts as text."""
     for name in path:
         if not isinstance(tree, dict) or name in tree:
             tree = tree[name]

@@ -47,11 +47,11 @@ from tieredckpt.integrations.named_steps import PATHS, NamedSteps, meant_by
 __all__ = ["RandomState", "TieredCheckpointIO", "TieredModelParallelStrategy"]
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | StoreConfig | SyncStore
-"""What `CheckpointStore.open` takes, or a store that is open."""
+"""Everything that `CheckpointStore.open` takes, or a store that is open."""
 
 _log = logging.getLogger("tieredckpt")
 _INTEGERS = {"python": 1, "numpy": 1}
-"""Where, in the random states of Lightning, sequences of integers are."""
+"""Places of the integer sequences in the random states of Lightning."""
 
 
 class TieredCheckpointIO(CheckpointIO):
@@ -198,7 +198,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
 
 
 class RandomState(Callback):
-    """Has the random numbers of PyTorch, NumPy and Python in each checkpoint, of every rank, which Lightning forgets.
+    """Stores the random states of PyTorch, NumPy and Python of every rank in each checkpoint; Lightning does not.
 
     A training that resumes then draws what the one that was killed would have drawn.
     """

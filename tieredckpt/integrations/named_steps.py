@@ -19,7 +19,7 @@ __all__ = ["PATHS", "Meant", "NamedSteps", "meant_by"]
 
 _log = logging.getLogger("tieredckpt")
 _STEP = "tieredckpt"
-"""What the files begin with that name a step."""
+"""Prefix of the files that name a step."""
 _LARGEST = 1 << 20
 """Bytes of such a file at most."""
 PATHS = "named_at"
@@ -27,7 +27,7 @@ PATHS = "named_at"
 
 
 class Meant(NamedTuple):
-    """What the file at a path says."""
+    """Content of the file at a path."""
 
     step: int
     serial: int
@@ -44,7 +44,7 @@ class _Saved:
     serial: int
     names: frozenset[str]
     paths: dict[str, frozenset[str]]
-    """Where it is named, and what was saved there."""
+    """Paths of the files that name the step, and the keys that were saved there."""
 
 
 class NamedSteps:
@@ -203,7 +203,7 @@ def _name(path: str, meant: Meant) -> None:
 
 
 def meant_by(path: str | os.PathLike[str]) -> Meant | None:
-    """What the file at ``path`` names; None for one that is not ours, or not there."""
+    """Read the file at ``path`` that names a step; None if it is missing or not ours."""
     try:
         with open(path, "rb") as file:
             ours = json.loads(file.read(_LARGEST))[_STEP]

@@ -40,8 +40,8 @@ from tieredckpt import (
     SyncStore,
     TieredCkptError,
 )
+from tieredckpt.integrations._copies import with_copies
 from tieredckpt.integrations._rng import rng_state, set_rng_state
-from tieredckpt.integrations._settled import with_copies
 
 __all__ = ["TrainingState"]
 
@@ -96,7 +96,7 @@ class TrainingState:
         self._parts[name] = value
 
     def tree(self) -> dict[str, Any]:
-        """What this rank saves: the tensors themselves, not copies, by the names of the parts."""
+        """The tree that this rank saves: the tensors themselves, not copies, by the names of the parts."""
         optimizers = {name: self._stored(name) for name in self._names(torch.optim.Optimizer)}
         rest = [name for name in self._parts if name not in optimizers and name not in self._of_rank]
         mine = {name: self._stored(name) for name in self._of_rank}
@@ -225,7 +225,7 @@ class TrainingState:
             _log.warning("step %d was saved with rng=False: random number generators stay as they are", step)
 
     def _live(self, state_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """What modules and optimizers have, to be filled; of optimizers what the step has of them."""
+        """Targets in modules and optimizers; for optimizers only the state that the step has."""
         live = {name: self._stored(name) for name in self._names(torch.nn.Module)}
         for name in self._names(torch.optim.Optimizer):
             # torch makes the state of an optimizer that has none yet only where there are no gradients.
@@ -251,7 +251,7 @@ class TrainingState:
         raise Invalid(f"part {name!r}: no module of this state has all of its parameters; give the module too")
 
     def _saved(self, name: str) -> Any:
-        """As `_stored`, without the buffers of DDP that another rank saves."""
+        """The tree to save, as `_stored`, without the buffers of DDP that another rank saves."""
         part, stored = self._parts[name], self._stored(name)
         if not isinstance(part, torch.nn.Module):
             return stored
@@ -319,7 +319,7 @@ def _first_ranks(module: torch.nn.Module) -> dict[int, int]:
 
 
 def _of_first(buffer: torch.Tensor, rank: int) -> Any:
-    """What this rank saves of a buffer of which ``rank`` saves all.
+    """This rank's share of a buffer that ``rank`` saves in full.
 
     It is a shard, for what is `replicated` is divided among ranks that all have it. The others save a shard of no
     rows, so that a buffer that the first does not have makes no step. Nothing smaller than one number can be saved.
@@ -330,7 +330,7 @@ def _of_first(buffer: torch.Tensor, rank: int) -> Any:
 
 
 def _storage(value: Any) -> int:
-    """Where a dense tensor has its data; 0 for anything else, and without data."""
+    """Address of a dense tensor's data; 0 for anything else, and without data."""
     dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and not _is_wrapper(value)
     return value.untyped_storage().data_ptr() if dense else 0
 

@@ -145,7 +145,7 @@ class TieredCheckpointManager:
         self.store.prepare(self._tree(checkpoint))
 
     def lock(self) -> AbstractContextManager[None]:
-        """Nothing to wait for: the state is copied when `save` returns."""
+        """Returns at once: the state is copied when `save` returns."""
         return nullcontext()
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ def _rank() -> int:
 
 
 def _wanted(stored: Any, target: Any, path: str, missing: list[str]) -> Any:
-    """What to ask the store for, to fill ``target``; paths that it has and the step has not are ``missing``."""
+    """The tree to ask the store for, to fill ``target``; paths that only ``target`` has are ``missing``."""
     if isinstance(stored, dict) and isinstance(target, dict):
         missing += [repr(f"{path}{key}") for key in target if key not in stored]
         return {

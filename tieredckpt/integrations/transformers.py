@@ -215,7 +215,7 @@ class TieredTrainerMixin(_Base):
         another run, that has the number of a later save; nor of one of which lossy copies alone are left.
         """
         exact = (info for info in self._store.steps() if info.tiers)
-        in_order = sorted(exact, key=lambda info: (not info.abandoned, info.serial))
+        in_order = sorted(exact, key=lambda info: (not info.off_branch, info.serial))
         return set({info.step: info.serial for info in in_order}.items())
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -353,7 +353,7 @@ def _of_all_ranks(mine: Any) -> list[Any]:
 
 
 def _on_rank_0(decide: Callable[[], T]) -> T:
-    """What rank 0 returns or raises, for all ranks: what is in folders and tiers may look different elsewhere."""
+    """Run on rank 0 and return its result or error on all ranks, which may see other folders and tiers."""
     if not (dist.is_available() and dist.is_initialized()):
         return decide()
     told: list[Any] = [None]

@@ -97,7 +97,7 @@ def import_step(
         number = source.step if step is None else step
     else:
         number = _number(_located(source)[1]) if step is None else step
-    if not overwrite and any(info.step == number and not info.abandoned for info in store.steps()):
+    if not overwrite and any(info.step == number and not info.off_branch for info in store.steps()):
         raise Conflict(f"the store has step {number}; give another number, or --overwrite (overwrite=True)")
     found = source if isinstance(source, ReadCheckpoint) else read_checkpoint(source, number)
     saved = store.save(number, found.tree, metrics=found.metrics, overwrite=overwrite).saved

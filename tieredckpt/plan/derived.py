@@ -31,7 +31,7 @@ class DerivedWorld(World):
         tier.down = False
         tier.steps.held.update(tier.unseen)
         tier.unseen = {}
-        self._look_again()
+        self.look_again()
 
     def touched(self) -> None:
         """As of the world; the source of what is derived is read meanwhile."""

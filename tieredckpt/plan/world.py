@@ -152,7 +152,7 @@ class World(State):
             promoting=promoting,
         )
 
-    def _look(self, step: StepId) -> None:
+    def look(self, step: StepId) -> None:
         """See where a step lies after it came to a tier or left one."""
         record = next((tier.steps.held[step].record for tier in self.rungs if step in tier.steps.held), None)
         if record is None:
@@ -168,17 +168,17 @@ class World(State):
         self._kept_steps = self._views = None
         self._version += 1
         for derived in self._derived_worlds():
-            derived._look(step)
+            derived.look(step)
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
         """See all of it anew: much has changed."""
         self._seen.clear()
         self._kept_steps = self._views = None
         for step in sorted({step for tier in self.rungs for step in tier.steps.held}):
-            self._look(step)
+            self.look(step)
         self._version += 1
         for derived in self._derived_worlds():
-            derived._look_again()
+            derived.look_again()
 
     def _in_order(self, names: set[str]) -> tuple[str, ...]:
         return tuple(tier.name for tier in self.rungs if tier.name in names)
@@ -283,7 +283,7 @@ class World(State):
         if step not in tier.steps.held or why_not(self, step, tier):
             return False
         del tier.steps.held[step]
-        self._look(step)
+        self.look(step)
         if step in self._seen:
             tier.steps.tombstones.add(step)
         self._happened("evicted", step, tier)
@@ -319,13 +319,17 @@ class World(State):
     def _hold(self, step: StepId, record: StepRecord, tier: WorldTier) -> None:
         tier.steps.held[step] = Held(record, "")
         tier.steps.tombstones.discard(step)
-        self._look(step)
+        self.look(step)
 
     def touched(self) -> None:
         """A tier's health or work changed."""
-        self._version += 1
+        self.renew_view()
         for derived in self._derived_worlds():
-            derived._version += 1
+            derived.renew_view()
+
+    def renew_view(self) -> None:
+        """Make the view of policies anew when they ask next."""
+        self._version += 1
 
     # -- failures -----------------------------------------------------------------------------------------
 
@@ -347,7 +351,7 @@ class World(State):
                     if whole is None or self.observation.now() - held.record.saved_at < whole:
                         del tier.steps.held[step]
                 tier.unseen.clear()
-        self._look_again()
+        self.look_again()
 
     def reopen(self) -> StepId | None:
         """Begin as the next process does: with what the tiers that answer hold; the step to restore."""
@@ -358,7 +362,7 @@ class World(State):
             if tier.down:
                 tier.unseen |= tier.steps.held
                 tier.steps.held.clear()
-        self._look_again()
+        self.look_again()
         newest = max(self._seen, default=None)
         known = (step.serial for tier in self.rungs for step in (*tier.steps.held, *tier.unseen))
         last_serial = max(known, default=self.branch.last_serial)
@@ -366,13 +370,13 @@ class World(State):
         for each in self.derivations:
             each.branch = self.branch
         self.observation.observed = Observed(started_at=self.observation.now())
-        self._look_again()
+        self.look_again()
         return newest
 
     def restored(self, step: StepId, tier: WorldTier) -> None:
         """Train on from a step that was read from a tier."""
         self.branch.note(step, self._seen[step].record, named=False, resume=True)
-        self._look_again()
+        self.look_again()
         self._happened("restored", step, tier)
 
     def answers_again(self, tier: WorldTier) -> None:
@@ -383,7 +387,7 @@ class World(State):
         if not self.branch.line and tier.steps.held:
             newest = max(tier.steps.held)
             self.branch.adopt(tier.steps.held[newest].record.line, newest)
-        self._look_again()
+        self.look_again()
 
     def _derived_worlds(self) -> list[World]:
         """Those of the tiers of lossy copies, which see the exact steps as well."""

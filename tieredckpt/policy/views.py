@@ -100,7 +100,7 @@ class StepViews(Sequence[StepView]):
         return frozenset([step.serial for step in self._steps if tier in step.tiers])
 
     def on(self, tier: str, *, line: bool = False) -> tuple[StepView, ...]:
-        """The steps that a tier holds; with ``line`` only those that are not abandoned."""
+        """The steps that a tier holds; with ``line`` only those that are not off-branch."""
         steps = enumerate(self._steps)
         return tuple([self._at(i) for i, step in steps if tier in step.tiers and (step.on_line or not line)])
 
@@ -138,13 +138,13 @@ class StoreView:
     """What the trainer has raised with ``store.signal`` and not withdrawn, such as ``"preempt"``."""
 
     def on(self, tier: str) -> tuple[StepView, ...]:
-        """The steps that the tier of this name holds, abandoned ones included, ascending by serial."""
+        """The steps that the tier of this name holds, off-branch ones included, ascending by serial."""
         if isinstance(self.steps, StepViews):
             return self.steps.on(tier)
         return tuple(step for step in self.steps if tier in step.tiers)
 
     def line_on(self, tier: str) -> tuple[StepView, ...]:
-        """The steps that the tier holds and that are not abandoned, ascending by serial."""
+        """The steps that the tier holds and that are not off-branch, ascending by serial."""
         if isinstance(self.steps, StepViews):
             return self.steps.on(tier, line=True)
         return tuple(step for step in self.steps if step.on_line and tier in step.tiers)
@@ -157,7 +157,7 @@ class StoreView:
 
     @property
     def newest(self) -> StepView | None:
-        """The newest step that is not abandoned: what a restore would take."""
+        """The newest step that is not off-branch: what a restore would take."""
         return next((step for step in reversed(self.steps) if step.on_line), None)
 
 

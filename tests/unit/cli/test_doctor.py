@@ -114,7 +114,7 @@ def test_it_advises_to_say_how_many_servers_there_are_to_be(
 ) -> None:
     if why := missing():
         pytest.skip(why)
-    monkeypatch.setattr(choice, "_settle", lambda _: 0.1)
+    monkeypatch.setattr(choice, "_stable_for", lambda _: 0.1)
     more = {} if servers is None else {"servers": servers}
     checks = told("doctor", chfs_tier(config, tmp_path / "chfs", **more), "--size", "1 MiB")["tiers"]["pmem"]
     advice = [check["detail"] for check in checks if check["name"] == "advice"]

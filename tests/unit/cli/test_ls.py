@@ -71,12 +71,12 @@ def test_looking_changes_nothing(run: Run, trained: Path) -> None:
     assert files() == before
 
 
-def test_ls_tells_what_was_abandoned(told: Told, trained: Path) -> None:
+def test_ls_tells_what_is_off_branch(told: Told, trained: Path) -> None:
     with CheckpointStore.open(trained).sync() as store:
         store.restore(1)
         store.save(2, {"other": np.ones(3)})
     states = [(step["step"], step["serial"], step["state"]) for step in told("ls", trained)["steps"]]
-    assert states == [(1, 1, "live"), (2, 2, "abandoned"), (3, 3, "abandoned"), (2, 4, "live")]
+    assert states == [(1, 1, "live"), (2, 2, "off-branch"), (3, 3, "off-branch"), (2, 4, "live")]
     assert [array["key"] for array in told("show", trained, 2)["arrays"]] == ["other"]
     assert [array["key"] for array in told("show", trained, 2, "--serial", 2)["arrays"]] == [
         "params/w",

@@ -174,7 +174,7 @@ def test_a_plan_takes_the_size_of_the_newest_step_of_a_store(told: Told, trained
     assert found["tiers"][0]["restore"] == pytest.approx((100 * 64 * 4 + 40) / 1e9)
 
 
-def test_what_nobody_said_is_printed_and_is_never_without_failures(run: Callable[..., Any], settings: Path) -> None:
+def test_assumptions_are_printed_and_always_include_failures(run: Callable[..., Any], settings: Path) -> None:
     for verb, more in (("plan", ()), ("simulate", ("--days", 0.05))):
         text = run(verb, settings, "--nodes", 131072, *more).stdout
         for part in ("assumed", "3.73 PiB", "2 min 54 s", "arXiv:2407.21783", "all of one node", "speed of disk"):

@@ -32,7 +32,7 @@ def test_an_intact_step_passes_on_every_tier(told: Told, trained: Path) -> None:
     assert [(each["step"], each["tier"], each["intact"]) for each in found] == [(3, "ram", True), (3, "disk", True)]
 
 
-def test_all_means_every_save_also_of_abandoned_lines(told: Told, trained: Path) -> None:
+def test_all_means_every_save_also_of_off_branch_steps(told: Told, trained: Path) -> None:
     with CheckpointStore.open(trained).sync() as store:
         store.restore(1)
         store.save(2, {"x": 1})
@@ -49,7 +49,7 @@ def test_damage_is_named_and_exits_with_1(run: Run, trained: Path) -> None:
     assert run("verify", trained, 2, "--tier", "ram").exit_code == 0
 
 
-def test_repair_mends_and_what_is_mended_stays_so(run: Run, told: Told, trained: Path) -> None:
+def test_repair_repairs_and_what_is_repaired_stays_so(run: Run, told: Told, trained: Path) -> None:
     damage(trained)
     assert run("verify", trained, "--all").exit_code == 1
     assert [each["repaired"] for each in told("verify", trained, "--all", "--repair", "--tier", "disk")] == [True] * 3
@@ -67,7 +67,7 @@ def test_what_no_tier_has_intact_stays_damage(run: Run, trained: Path, shared_me
 
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "btree"])
-def test_an_unreadable_commit_is_damage_until_it_is_mended(run: Run, trained: Path, name: str) -> None:
+def test_an_unreadable_commit_is_damage_until_it_is_repaired(run: Run, trained: Path, name: str) -> None:
     next((trained.parent / "disk" / "steps").glob(f"*3-*/{name}")).write_bytes(b"torn")
     assert run("verify", trained, 3).exit_code == 1
     assert run("verify", trained, "--all").exit_code == 1

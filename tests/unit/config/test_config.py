@@ -28,7 +28,7 @@ from tieredckpt.config import (
     load,
     to_toml,
 )
-from tieredckpt.config.checks import doubtful
+from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.policy.base import Promotion, Retention, StoreView, TierView, register
 
@@ -411,7 +411,7 @@ def test_a_retention_that_keeps_some_step_is_not_refused(retain: Retention) -> N
 
 
 def test_a_retention_that_fails_on_a_sample_is_told_of_and_not_refused() -> None:
-    ((place, text),) = doubtful(load(disk(retain=Fails())))
+    ((place, text),) = probable_mistakes(load(disk(retain=Fails())))
     assert place == ("tiers", "disk", "retain")
     assert text.startswith("`test_fails` fails on a sample of steps (ZeroDivisionError: a policy with a bug)")
 
@@ -423,8 +423,8 @@ def tiers(**tiers: Any) -> StoreConfig:
 def test_a_slower_tier_that_survives_less_is_told_of() -> None:
     nfs = {"kind": "posix", "path": "/nfs", "survives": "site"}
     nvme = {"kind": "posix", "path": "/nvme"}
-    assert doubtful(tiers(nvme=nvme, nfs=nfs)) == []
-    ((place, text),) = doubtful(tiers(nfs=nfs, nvme=nvme))
+    assert probable_mistakes(tiers(nvme=nvme, nfs=nfs)) == []
+    ((place, text),) = probable_mistakes(tiers(nfs=nfs, nvme=nvme))
     assert place == ("tiers", "nvme")
     assert text.startswith("survives less (node) than the nearer tier nfs (site)")
     assert text.endswith("put it before nfs, or correct its `survives`")
@@ -432,8 +432,8 @@ def test_a_slower_tier_that_survives_less_is_told_of() -> None:
 
 def test_a_store_whose_steps_never_leave_ram_by_themselves_is_told_of() -> None:
     one = {"kind": "posix", "path": "/a", "promote": "never"}
-    assert [place for place, _ in doubtful(tiers(one=one))] == [("tiers", "one", "promote")]
-    assert doubtful(tiers(one=one, two={"kind": "posix", "path": "/b", "promote": "on_signal"})) == []
+    assert [place for place, _ in probable_mistakes(tiers(one=one))] == [("tiers", "one", "promote")]
+    assert probable_mistakes(tiers(one=one, two={"kind": "posix", "path": "/b", "promote": "on_signal"})) == []
 
 
 async def test_what_may_not_be_meant_is_logged_when_the_store_is_opened(

@@ -67,7 +67,7 @@ def test_a_refusal_is_told_once_and_what_is_registered_stays_in_use(
         reached.close()
 
 
-def test_doctor_says_whether_memory_is_page_locked_and_how_to_mend_it() -> None:
+def test_doctor_says_whether_memory_is_page_locked_and_how_to_repair_it() -> None:
     with FakeDriver() as driver:
         assert "registers shared memory" in page_locking(driver)
         assert not driver.registered

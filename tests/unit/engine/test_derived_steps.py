@@ -18,6 +18,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.saving.copy_to_slab import _waiting_helps
+from tieredckpt.engine.state.promotions import promoting
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
 from tieredckpt.events import ChunkRepaired, StepPromoted, StepRestored
@@ -62,7 +63,7 @@ async def test_promise_12_a_lossy_copy_is_no_copy_of_the_step(tmp_path: Path, sh
         assert "last good copy" in why_not(engine.state, step, engine.state.tier("disk"))
         with pytest.raises(Conflict, match="last good copy"):
             await store.evict(1, "disk")
-        # It mends nothing: an exact chunk that is damaged everywhere stays lost, though its lossy copy is intact.
+        # It repairs nothing: an exact chunk that is damaged everywhere stays lost, though its lossy copy is intact.
         pack = next((tmp_path / "disk" / "packs").rglob("*.pack"))
         data = bytearray(pack.read_bytes())
         for offset in range(0, len(data) - layout.ALIGNMENT, layout.ALIGNMENT):
@@ -292,9 +293,9 @@ async def test_a_damaged_lossy_copy_is_derived_again_from_an_exact_one(tmp_path:
         (bad,) = await store.verify(1, "archive")
         assert bad.damaged
         assert not bad.repaired
-        (mended,) = await store.verify(1, "archive", repair=True)
-        assert mended.repaired
-        assert not mended.lost
+        (repaired,) = await store.verify(1, "archive", repair=True)
+        assert repaired.repaired
+        assert not repaired.lost
         assert heard.of(ChunkRepaired)
         (good,) = await store.verify(1, "archive")
         assert good.intact
@@ -378,7 +379,7 @@ async def test_no_save_waits_for_what_a_lossy_tier_reads_that_does_not_answer(
         first, (archive,) = state.tier("ram"), state.derived
         async with pinned(first, state.find(1)):
             assert _waiting_helps(state, first)
-            with state.promoting(archive):
+            with promoting(state, archive):
                 monkeypatch.setattr(Tier, "responsive", property(lambda tier: tier is not archive))
                 assert not _waiting_helps(state, first)
 

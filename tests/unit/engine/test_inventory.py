@@ -11,7 +11,7 @@ import pytest
 from support.scenes import config, folder, ram
 
 from tieredckpt import CheckpointStore, Closed, NotFound, StoreConfig
-from tieredckpt.engine.state.state import numbers
+from tieredckpt.engine.state.views import numbers
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId

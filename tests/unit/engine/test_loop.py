@@ -108,7 +108,7 @@ async def test_stopping_ends_what_is_under_way_and_refuses_what_comes(engine: En
 
 
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
-async def test_whoever_closes_in_the_moment_of_the_end_is_heard_or_refused(engine: EngineLoop, late: int) -> None:
+async def test_a_close_in_the_moment_of_the_end_is_done_or_refused(engine: EngineLoop, late: int) -> None:
     """None of the calls is left pending, whichever turn of the loop it is submitted in."""
     works: list[Work[None]] = []
 

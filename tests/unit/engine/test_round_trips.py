@@ -348,7 +348,7 @@ async def test_what_like_lacks_has_too_much_or_has_otherwise_is_listed_and_nothi
         with pytest.raises(Conflict):
             await store.save(1, saved)
         await store.save(2, saved)
-        assert not any(info.abandoned for info in await store.steps())
+        assert not any(info.off_branch for info in await store.steps())
 
 
 async def test_a_key_that_is_not_there_is_named_with_what_is_near(trained: StoreConfig) -> None:

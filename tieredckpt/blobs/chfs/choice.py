@@ -12,7 +12,7 @@ from tieredckpt.errors import Invalid
 
 __all__ = ["choose_path", "driver_spec", "open_chfs"]
 
-SETTLE = 15.0
+STABLE_FOR = 15.0
 """Seconds for which no server may join before a new store is written, if the tier has no ``servers``."""
 
 _CLIENT = "tieredckpt._chfs"
@@ -62,7 +62,7 @@ async def open_chfs(tier: ChfsTier, *, read_only: bool = False) -> BlobStore:
         threads=tier.threads,
         servers=tier.servers,
         rpc_timeout=tier.rpc_timeout,
-        settle=_settle(tier),
+        stable_for=_stable_for(tier),
         writes=not read_only,
         survives=survives,
     )
@@ -86,8 +86,8 @@ def _library(tier: ChfsTier) -> str:
     raise Invalid(f"tier {tier.name!r}: {tier.server} needs the look-alike of CHFS, and {_NO_CLIENT}")
 
 
-def _settle(tier: ChfsTier) -> float:
-    return 0.0 if _is_lookalike(tier) else SETTLE  # nothing joins a folder
+def _stable_for(tier: ChfsTier) -> float:
+    return 0.0 if _is_lookalike(tier) else STABLE_FOR  # nothing joins a folder
 
 
 def _is_lookalike(tier: ChfsTier) -> bool:

@@ -27,7 +27,7 @@ class Connection:
         connect: what a worker is told first.
         threads: of a worker.
         servers: how many there must be; None for as many as are recorded.
-        settle: seconds for which no server may join or leave before their number is recorded, if ``servers`` is None.
+        stable_for: seconds without a change of the servers before their number is recorded; without ``servers``.
         writes: whether the store may go on with more servers than are recorded.
         grace: seconds that a cancelled command may go on before its worker is killed.
     """
@@ -39,12 +39,12 @@ class Connection:
         *,
         threads: int,
         servers: int | None,
-        settle: float,
+        stable_for: float,
         writes: bool,
         grace: float,
     ) -> None:
         self._root, self._connect, self._threads = root, connect, threads
-        self._servers, self._settle, self._writes, self._grace = servers, settle, writes, grace
+        self._servers, self._stable_for, self._writes, self._grace = servers, stable_for, writes, grace
         self.within = connect.rpc_timeout_ms / 1000 + 5.0
         """Seconds in which a worker has to connect."""
         self.closed = False
@@ -64,7 +64,7 @@ class Connection:
 
     @property
     def folder(self) -> str:
-        """Where the objects lie; known once it has connected."""
+        """Folder of the objects; known after `connect`."""
         assert self._ring is not None, "a verb connects first"
         return self._ring.folder
 
@@ -75,7 +75,7 @@ class Connection:
 
     def advice(self) -> dict[str, str]:
         """For people, to set `servers` of a tier that has none."""
-        if self._servers is not None or self._ring is None or self.link is None or self._settle == 0:
+        if self._servers is not None or self._ring is None or self.link is None or self._stable_for == 0:
             return {}
         told = (
             f"if these servers are all, let the tier say `servers = {self.link.servers}`, or it waits for more to join"
@@ -165,13 +165,13 @@ class Connection:
         self._ring, self._ring_since = found, time.monotonic()
 
     async def _let_settle(self, link: Link) -> None:
-        if self._settle:
+        if self._stable_for:
             _log.info(
                 "%s: CHFS has %d servers; nothing is written before their number was the same for %.0f s, as the tier "
                 "has no `servers` that says how many there are to be",
-                *(self.location, link.servers, self._settle),
+                *(self.location, link.servers, self._stable_for),
             )
         await link.ask(frames.CheckRing())
-        while (left := self._ring_since + self._settle - time.monotonic()) > 0:
+        while (left := self._ring_since + self._stable_for - time.monotonic()) > 0:
             await asyncio.sleep(min(1.0, left))
             await link.ask(frames.CheckRing())

@@ -1,4 +1,4 @@
-"""What the store and its worker say to each other: one msgpack message per packet of their socket.
+"""Messages between the store and its worker: one msgpack message per packet of their socket.
 
 The store chooses the numbers of files and regions, so that it can close what it asked for and never saw opened.
 A `Reply` carries the number of its request; its ``value`` depends on the command.

@@ -52,7 +52,7 @@ else ``-``; or ``+``: the record of this number has begun."""
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Where a store lies on the current servers."""
+    """Placement of a store on the current servers."""
 
     folder: str
     recorded: bool

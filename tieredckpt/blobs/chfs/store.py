@@ -47,7 +47,7 @@ class ChfsStore:
         chunk_size: bytes of a CHFS chunk of large objects.
         threads: how many pieces are on their way at a time.
         servers: how many there must be, whatever is recorded; None for as many as are recorded.
-        settle: seconds for which no server may join or leave before their number is recorded, if ``servers`` is None.
+        stable_for: seconds without a change of the servers before their number is recorded; without ``servers``.
         writes: whether the store may go on with more servers than are recorded.
         rpc_timeout: seconds.
         survives: what the servers outlive.
@@ -65,7 +65,7 @@ class ChfsStore:
         threads: int = 8,
         servers: int | None = None,
         rpc_timeout: float = 30.0,
-        settle: float = 0.0,
+        stable_for: float = 0.0,
         writes: bool = True,
         survives: Survives = Survives.PROCESS,
         grace: float = 1.0,
@@ -76,7 +76,7 @@ class ChfsStore:
             frames.Connect(library, server, round(rpc_timeout * 1000)),
             threads=threads + _SPARE_THREADS,
             servers=servers,
-            settle=settle,
+            stable_for=stable_for,
             writes=writes,
             grace=grace,
         )
@@ -122,7 +122,7 @@ class ChfsStore:
         return self._connection.responsive
 
     def facts(self) -> Mapping[str, str]:
-        """What `tieredckpt.blobs.checkup.Facts` says."""
+        """See `tieredckpt.blobs.checkup.Facts`."""
         link = self.link
         if link is None:
             return {}

@@ -39,7 +39,7 @@ async def _open(tier: KvstoreTier, *, read_only: bool = False) -> BlobStore:
 
 
 def _survives(tier: KvstoreTier) -> Survives:
-    """Where nobody said, what lies off the nodes survives them."""
+    """Assume that data off the nodes survives them, unless the configuration says otherwise."""
     if tier.survives is not None:
         return Survives.named(tier.survives)
     return {"memory": Survives.NOTHING, "file": Survives.NODE}.get(_driver(tier), Survives.SITE)

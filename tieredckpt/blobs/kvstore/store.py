@@ -22,7 +22,7 @@ import tensorstore as ts
 from tieredckpt._redact import redacted, redacted_text, secrets_of
 from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix, is_key
 from tieredckpt.blobs.object import aws_profile
-from tieredckpt.concurrency import settle
+from tieredckpt.concurrency import until_done
 from tieredckpt.errors import (
     Closed,
     Conflict,
@@ -45,7 +45,7 @@ _SIZES_AT_A_TIME = 32
 _SIZE = re.compile(r"value of size (\d+)")
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|os_error_code='(?:28|122)'")
 _NO_FOLDER = "Cannot list non-directory"
-"""What the file driver says of a prefix that is an object: no folder, hence an empty one."""
+"""Error text of the file driver for a prefix that is an object; the store treats it as an empty folder."""
 
 _REMOTE = frozenset({"gcs", "gcs_grpc", "http", "s3", "tsgrpc_kvstore"})
 """Drivers that send requests to a server, and repeat them: one that was given up may still be carried out."""
@@ -123,7 +123,7 @@ class KvStoreBlobs:
         if len(data) != len(into):
             raise ShortRead(f"{self._at(key)} ended after {len(data)} of {len(into)} bytes from {offset} on")
         copying = asyncio.get_running_loop().run_in_executor(None, _copy, data, into)
-        await settle(copying, lambda: None)
+        await until_done(copying, lambda: None)
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         self._check(key)
@@ -266,7 +266,7 @@ async def _to_its_end(start: Callable[[], ts.Future[T]]) -> T:
     async def work() -> T:
         return await (await asyncio.get_running_loop().run_in_executor(None, start))
 
-    return await settle(asyncio.ensure_future(work()), lambda: None)
+    return await until_done(asyncio.ensure_future(work()), lambda: None)
 
 
 def _without_secrets(error: Exception, secrets: tuple[str, ...]) -> Exception:
@@ -289,7 +289,7 @@ def _foreign(error: Exception, where: str, doing: str) -> TieredCkptError:
 
 
 def _traits(spec: Mapping[str, Any], survives: Survives | None, object_size: int) -> Traits:
-    """What a driver is known to do; of one that is not known nothing is expected but its verbs."""
+    """Traits of a driver; an unknown driver is assumed to have the verbs alone."""
     outlives, durable, atomic, create_only = Survives.NOTHING, False, False, False
     match spec.get("driver"):
         case "memory":

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tieredckpt.blobs.posix.target import Stop
 from tieredckpt.blobs.posix.threads import Threads
-from tieredckpt.concurrency import note, settle
+from tieredckpt.concurrency import note, until_done
 
 __all__ = ["Calls", "Followed"]
 
@@ -45,10 +45,10 @@ class Calls:
         return await self.settle(asyncio.wrap_future(call), give_up)
 
     async def settle(self, running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
-        """As `tieredckpt.concurrency.settle`, for a verb whose thread uses the caller's memory."""
+        """As `tieredckpt.concurrency.until_done`, for a verb whose thread uses the caller's memory."""
         self._begin(running)
         try:
-            return await settle(running, give_up)
+            return await until_done(running, give_up)
         except GeneratorExit:  # nothing may be awaited
             give_up()
             running.add_done_callback(note)

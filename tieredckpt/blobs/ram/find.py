@@ -87,7 +87,7 @@ def judged(found: FoundRam) -> FoundRam:
 
 
 def store_in(folder: Path) -> StoreMarker | None:
-    """Whose RAM a folder is: by its marker, or by its name where that is damaged or missing. Blocking."""
+    """The store that owns a RAM folder: by its marker, or by its name if the marker is damaged or missing. Blocks."""
     marker = marker_at(folder)
     name = (folder.parent if _RANK.fullmatch(folder.name) else folder).name
     if is_store_folder(name) and (marker is None or not marker.owns(name)):

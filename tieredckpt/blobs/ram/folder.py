@@ -35,7 +35,7 @@ SHARED_MEMORY_VARIABLE = "TIEREDCKPT_SHARED_MEMORY"
 """The environment variable that names another folder for RAM tiers than this user's own in ``/dev/shm``."""
 
 RANK_FOLDER = "rank-"
-"""What the name of a folder begins with that belongs to one rank of a node."""
+"""Prefix of the name of a folder that belongs to one rank of a node."""
 
 LOCK = "lock"
 
@@ -46,7 +46,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def shared_memory_root() -> Path:
-    """Where this user's RAM tiers live: ``TIEREDCKPT_SHARED_MEMORY`` where that is set, else a folder of their own in
+    """The folder of this user's RAM tiers: ``TIEREDCKPT_SHARED_MEMORY`` where that is set, else a folder of its own in
     ``/dev/shm`` on Linux, in the temporary folder elsewhere.
     """
     if chosen := os.environ.get(SHARED_MEMORY_VARIABLE):

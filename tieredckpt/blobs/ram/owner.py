@@ -27,7 +27,7 @@ OWNER_FILES = (_OWNER, _NEW_OWNER)
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a slower tier of a store is."""
+    """The place of a slower tier of a store."""
 
     location: str
     """An absolute path after `os.path.realpath`, or a URL without secrets."""
@@ -36,7 +36,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     inode: tuple[int, int] | None = None
     """Device and inode of the store's marker there; None where it is no file of this machine, or has several names."""
     file_system: str = ""
-    """What tells the file system from others, also after it was mounted again; empty where unknown."""
+    """Identity of the file system, the same after another mount; empty where unknown."""
     seen: bool = False
     """Whether the store's marker was ever there; never of a tier that does not outlive the node."""
     lasting: bool = True
@@ -44,7 +44,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose a RAM folder is."""
+    """The owner's note in a RAM folder."""
 
     label: str | None = None
     """The ``name`` of the store's configuration."""

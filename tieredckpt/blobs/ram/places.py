@@ -1,4 +1,4 @@
-"""Where the slower tiers of a configuration are, in a form that two configurations can be compared by.
+"""Places of the slower tiers of a configuration, in a form in which two configurations can be compared.
 
 Paths are compared after `os.path.realpath`, URLs by scheme, endpoint, bucket and prefix; no secret is in either.
 """
@@ -26,7 +26,7 @@ async def places_of(config: StoreConfig) -> dict[str, Place]:
 
 
 async def place_of(tier: TierConfig) -> Place | None:
-    """Where a tier is, with what is there now; None for memory. A path that does not answer is taken by its text."""
+    """The place of a tier and what is there now; None for memory. A path that does not answer is taken by its text."""
     where = kind_of(tier).location(tier)
     if not isinstance(where, Path):
         return Place(location=where) if where else None

@@ -64,7 +64,7 @@ class Retired:
         return self._until_unread(file, name)
 
     def left(self) -> list[StillRead]:
-        """What earlier writers took away and is still being read; the rest is deleted."""
+        """Evicted steps of earlier writers that are still being read; deletes the others."""
         names = sorted((self._folder / RETIRED).glob("*")) if (self._folder / RETIRED).is_dir() else []
         for name in (name for name in names if name.suffix == _INDEX and name.with_suffix("") not in names):
             name.unlink()

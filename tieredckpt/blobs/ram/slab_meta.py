@@ -37,7 +37,7 @@ _NEW_NOTE = "slab.tmp"
 _SIZE_MAX = 4096
 
 GROWING = ".growing"
-"""What the name of the link beside a slab ends with that says how many bytes had their memory before it grew.
+"""Suffix of the link beside a slab that records how many bytes had memory before the slab grew.
 
 A symbolic link, which takes no room where there is none, and of the slab's name, for another may come to the folder.
 """
@@ -47,7 +47,7 @@ NOTE_FILES = (_NOTE, _NEW_NOTE)
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """What is the slab of a folder."""
+    """Record of a folder's slab."""
 
     slab: str
     """Its key."""

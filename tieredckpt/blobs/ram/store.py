@@ -66,7 +66,7 @@ class RamStore:
         self.slab = slab
         self.slab_key = slab_key
         self.notice = notice
-        """What is lost against ordinary shared memory, for people; empty when nothing is."""
+        """Disadvantages against ordinary shared memory, for people; empty if there are none."""
         self._folder = folder
         self._files = files
         self._lock = lock
@@ -202,7 +202,7 @@ class RamStore:
         return self._retired.take_away(key, index)
 
     def still_read(self) -> Sequence[StillRead]:
-        """What earlier writers have retired, and is read all the same: its extents are not free. Blocking."""
+        """Steps that earlier writers have retired and somebody still reads: their extents are not free. Blocking."""
         return self._retired.left()
 
     async def close(self) -> None:

@@ -73,7 +73,7 @@ class Forward:
         await self.around(operation, lambda: self._inner.get_into(key, offset, into))
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
-        """What `tieredckpt.blobs.base.GetDigested` says, of an inner store whose traits have the ability."""
+        """See `tieredckpt.blobs.base.GetDigested`; for an inner store whose traits have the ability."""
         inner = self._inner
         assert isinstance(inner, GetDigested)
         operation = Operation("get_into", key, span(stretches))
@@ -107,14 +107,14 @@ class Forward:
         await self.around(Operation("delete", key, 0), lambda: self._inner.delete(key))
 
     async def free(self) -> int | None:
-        """What `tieredckpt.blobs.base.Free` says; None where the inner store has not got the ability."""
+        """See `tieredckpt.blobs.base.Free`; None where the inner store lacks the ability."""
         inner = self._inner
         if not isinstance(inner, Free):
             return None
         return await self.around(Operation("stat", "", 0), inner.free)
 
     async def sweep(self, age: float) -> int:
-        """What `tieredckpt.blobs.base.Sweep` says; nothing where the inner store has not got the ability."""
+        """See `tieredckpt.blobs.base.Sweep`; does nothing where the inner store lacks the ability."""
         inner = self._inner
         if not isinstance(inner, Sweep):
             return 0

@@ -22,11 +22,11 @@ _HALF_LIFE = 30.0
 
 @dataclass(frozen=True, slots=True)
 class VerbUsage:
-    """What one verb has done so far; listing counts one operation for each object."""
+    """Counters of one verb; listing counts one operation for each object."""
 
     operations: int = 0
     errors: int = 0
-    """Those that raised an error of this library, `NotFound` and `Conflict` excepted: they are answers."""
+    """Calls that raised an error of this library, except `NotFound` and `Conflict`, which are answers."""
     nbytes: int = 0
     """Bytes moved by operations that succeeded."""
     seconds: float = 0.0
@@ -35,7 +35,7 @@ class VerbUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a store has done so far."""
+    """Counters of a store since it was opened."""
 
     verbs: Mapping[str, VerbUsage]
     read_bandwidth: float | None

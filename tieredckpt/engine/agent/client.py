@@ -56,7 +56,7 @@ class AgentClient:
         self._state = state
         self._socket: socket.socket | None = None
         self._wire: Wire | None = None
-        self._news = RamDelta(state)
+        self._delta = RamDelta(state)
         self._asked: dict[int, _Asked] = {}
         self._number = 0
         self._absent: TieredCkptError | None = None
@@ -91,7 +91,7 @@ class AgentClient:
             self._tell_absence(TierUnavailable(why))
         self._tasks = [
             asyncio.create_task(self._starter.run(), name="tieredckpt agent of this store"),
-            asyncio.create_task(self._keep_telling(), name="tieredckpt news for the agent"),
+            asyncio.create_task(self._keep_sending(), name="tieredckpt state deltas"),
         ]
         begin = time.monotonic()
         while (
@@ -116,7 +116,7 @@ class AgentClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._wire is not None and self._talk is not None:
-            self._tell()
+            self._send_delta()
             self._wire.send(said.Goodbye(done))
             await asyncio.wait([self._talk], timeout=limits.in_force.agent_ends)
             if done:
@@ -194,10 +194,10 @@ class AgentClient:
                     ram.slab.capacity,
                 )
             )
-            self._news = RamDelta(state)
-            wire.send(self._news.take())
+            self._delta = RamDelta(state)
+            wire.send(self._delta.take())
             while True:
-                self._hear(await wire.read(said.FromAgent, limits.in_force.agent_silence), wire)
+                self._apply(await wire.read(said.FromAgent, limits.in_force.agent_silence), wire)
         except Silent as error:
             self._tell_absence(TierUnavailable(f"the agent, process {wire.peer}, does not answer: {error}"))
         except Parted as error:
@@ -206,7 +206,7 @@ class AgentClient:
         except Corrupt as error:
             _log.error("agent %d is not understood: %s", wire.peer, error)
         except Exception:
-            _log.exception("unexpected failure in hearing agent %d", wire.peer)
+            _log.exception("unexpected failure in the connection to agent %d", wire.peer)
         finally:
             if wire is self._wire:
                 self._wire = None
@@ -216,13 +216,13 @@ class AgentClient:
             self._changed.notify()
             await wire.close()
 
-    def _hear(self, word: said.FromAgent, wire: Wire) -> None:
+    def _apply(self, message: said.FromAgent, wire: Wire) -> None:
         state = self._state
-        match word:
+        match message:
             case said.OnTier():
-                self._adopt(word)
+                self._adopt(message)
             case said.Happened():
-                event = event_of(word)
+                event = event_of(message)
                 if isinstance(event, StepPromoted) and event.lag:
                     step = StepId(event.serial, event.step)
                     if step in (held := state.any_tier(event.tier).steps.held):
@@ -233,42 +233,42 @@ class AgentClient:
             case said.Ready():
                 recovered = [tier for tier in self._slower() if self._absent is not None and tier.health.error is None]
                 self._wire, self._absent, self._starter.refused = wire, None, None
-                self.dead = self.dead or word.dead
+                self.dead = self.dead or message.dead
                 for tier in recovered:
                     state.events.emit(TierRecovered(tier.name))
                 self._changed.notify()
                 state.changed.notify()
             case said.Refused():
-                self._starter.refused = word.failure.error()
+                self._starter.refused = message.failure.error()
                 self._tell_absence(self._starter.refused)
             case said.Response():
-                if (asked := self._asked.get(word.number)) is not None and not asked.answer.done():
-                    if word.failure is not None:
-                        asked.answer.set_exception(word.failure.error())
+                if (asked := self._asked.get(message.number)) is not None and not asked.answer.done():
+                    if message.failure is not None:
+                        asked.answer.set_exception(message.failure.error())
                     else:
-                        asked.answer.set_result(word.value)
+                        asked.answer.set_result(message.value)
             case said.Progress():
-                if (asked := self._asked.get(word.number)) is not None and asked.progress is not None:
-                    asked.progress(word.nbytes)
+                if (asked := self._asked.get(message.number)) is not None and asked.progress is not None:
+                    asked.progress(message.nbytes)
             case said.Heartbeat():
                 pass
 
-    def _adopt(self, news: said.OnTier) -> None:
+    def _adopt(self, delta: said.OnTier) -> None:
         state = self._state
         try:
-            state.any_tier(news.tier)
+            state.any_tier(delta.tier)
         except NotFound as error:
             raise Corrupt(str(error)) from error
-        if state.identity.made_up and news.marker is not None and news.marker != state.identity.marker:
+        if state.identity.made_up and delta.marker is not None and delta.marker != state.identity.marker:
             # A tier that was silent at start had an identity, for which one was made up here.
-            state.identity.marker, state.identity.made_up = news.marker, False
+            state.identity.marker, state.identity.made_up = delta.marker, False
             self._behind(mark_ram(state))
-        tier = adopt_tier(state, news)
-        if tier.blobs is None and news.known:
+        tier = adopt_tier(state, delta)
+        if tier.blobs is None and delta.known:
             self._behind(self._open(tier))
 
     def _behind(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name="tieredckpt what an agent's word asks for")
+        task = asyncio.create_task(work, name="tieredckpt work that an agent's message starts")
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
@@ -278,16 +278,16 @@ class AgentClient:
         except TieredCkptError as error:
             _log.warning("tier %r works for the agent, and cannot be read here: %s", tier.name, error)
 
-    # -- telling and asking -------------------------------------------------------------------------------
+    # -- deltas and requests ------------------------------------------------------------------------------
 
-    async def _keep_telling(self) -> None:
+    async def _keep_sending(self) -> None:
         while not told_to_end():
-            self._tell()
+            self._send_delta()
             await self._state.changed.wait()
 
-    def _tell(self) -> None:
-        if self._wire is not None and (news := self._news.take()) is not None:
-            self._wire.send(news)
+    def _send_delta(self) -> None:
+        if self._wire is not None and (delta := self._delta.take()) is not None:
+            self._wire.send(delta)
 
     async def _agent(self) -> Wire:
         """The agent, as soon as there is one. Raises why there is none."""
@@ -306,36 +306,36 @@ class AgentClient:
 
     async def ask(
         self,
-        order: said.Order,
+        operation: said.Operation,
         kind: type[M] | object = None,
         *,
         progress: Callable[[int], None] | None = None,
         again: bool = True,
     ) -> M:
-        """What the agent answers, of that type; where one dies meanwhile, what the next one answers.
+        """The agent's response, of that type; if the agent dies meanwhile, the response of the next one.
 
         Raises the agent's errors; `TierUnavailable` when there is none, or one died that is not to be asked ``again``.
         """
         while True:
             wire = await self._agent()
             try:
-                data = await self._ask(wire, order, progress)
+                data = await self._ask(wire, operation, progress)
             except Parted:
                 if not again:
                     raise TierUnavailable(
-                        f"the agent ended while it was asked to {type(order).__name__.lower()}, and may have done it; "
-                        f"look, and ask again"
+                        f"the agent ended while it was asked to {type(operation).__name__.lower()}, and may have "
+                        f"done it; look, and ask again"
                     ) from None
                 continue
             answer: M = decode(data, kind)
             return answer
 
-    async def _ask(self, wire: Wire, order: said.Order, progress: Callable[[int], None] | None) -> bytes:
-        self._tell()  # the order may be about a step that was saved just now
+    async def _ask(self, wire: Wire, operation: said.Operation, progress: Callable[[int], None] | None) -> bytes:
+        self._send_delta()  # the request may be about a step that was saved just now
         self._number += 1
         number = self._number
         asked = self._asked[number] = _Asked(asyncio.get_running_loop().create_future(), progress)
-        wire.send(said.Request(number, order))
+        wire.send(said.Request(number, operation))
         try:
             return await asked.answer
         except asyncio.CancelledError:
@@ -352,13 +352,13 @@ class AgentClient:
         """See `tieredckpt.engine.promoting.waiting.reached`."""
         await self.ask(said.Reach(step, tier))
 
-    async def mend(
+    async def repair(
         self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]
     ) -> None:
         """Ask the agent to repair damage on slower tiers."""
         bad = [said.BadChunk(each.tier.name, each.digest, each.key, Failure.of(each.error)) for each in damage]
         silent = [(tier.name, Failure.of(error)) for tier, error in unreadable]
-        await self.ask(said.Mend(step, tuple(bad), tuple(silent)))
+        await self.ask(said.Repair(step, tuple(bad), tuple(silent)))
 
     @asynccontextmanager
     async def _pinned(self, tier: Tier, step: StepId) -> AsyncIterator[None]:

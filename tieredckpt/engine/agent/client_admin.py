@@ -67,7 +67,7 @@ class AgentAdmin(Admin):
         progress: Callable[[int], None] | None,
     ) -> list[Verified]:
         """See `Admin.verify`."""
-        derived = {each.tiers[-1].name: each for each in self._state.derivations}
+        derived = {each.target.name: each for each in self._state.derivations}
         state = derived.get(name or "", self._state)
         step = state.find(number, serial, damaged=number is not None)
         tiers = self._state.every_tier if name is None else (self._state.any_tier(name),)

@@ -1,4 +1,4 @@
-"""What trainer and agent know of each other's tiers: changes are told by one and taken over by the other."""
+"""State deltas between trainer and agent: each sends the changes of its tiers, and the other applies them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tieredckpt._decoders import converted
 from tieredckpt.config import StoreConfig, dump_with_secrets
 from tieredckpt.engine.agent.messages import Happened, InRam, OnTier
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.views import write_bandwidth
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, HeldStep, brief
@@ -32,13 +33,13 @@ from tieredckpt.events import (
 )
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["VERSION", "RamDelta", "TierNews", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
+__all__ = ["VERSION", "RamDelta", "TierDelta", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
 
 VERSION = version("tieredckpt")
-"""Of the library: a trainer and its agent run one."""
+"""Version of the library; a trainer and its agent run the same one."""
 
 _TRAINERS_OWN = {"name", "threads", "schedule", "when_full", "promote_in", "agent_log", "rack"}
-"""Settings that an agent does not go by."""
+"""Settings that do not change what an agent does."""
 
 _EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
@@ -57,37 +58,37 @@ _EVENTS: dict[str, type[Event]] = {
 
 
 def settings_of(config: StoreConfig) -> str:
-    """What an agent goes by, in a few letters: the same for two configurations by which agents do the same."""
+    """Hash of the settings that change an agent's behaviour; equal for configurations whose agents behave the same."""
     dumped = {name: value for name, value in dump_with_secrets(config).items() if name not in _TRAINERS_OWN}
     ram, *slower = dumped.pop("tiers")
-    told = [dumped, ram["name"], ram["promote"], ram["retain"], slower]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    relevant = [dumped, ram["name"], ram["promote"], ram["retain"], slower]
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class _Steps:
-    """The steps of a tier that the other side was told of."""
+    """The steps of a tier as they were last sent to the other side."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
-        self._told: dict[StepId, str] | None = None
+        self._sent: dict[StepId, str] | None = None
 
     def changes(self) -> tuple[bool, tuple[HeldStep, ...], tuple[StepId, ...]]:
-        """Whether nothing was told before, what is new or committed anew since, and what has gone."""
-        anew, told = self._told is None, self._told or {}
+        """Changes since the last call: (first send, added steps, removed steps); a step committed again is added."""
+        anew, sent = self._sent is None, self._sent or {}
         held = self.tier.steps.held
         new = tuple(
             HeldStep(brief(each.record), each.btree_key)
             for step, each in held.items()
-            if told.get(step) != each.btree_key
+            if sent.get(step) != each.btree_key
         )
-        gone = tuple(step for step in told if step not in held)
+        gone = tuple(step for step in sent if step not in held)
         if anew or new or gone:
-            self._told = {step: each.btree_key for step, each in held.items()}
+            self._sent = {step: each.btree_key for step, each in held.items()}
         return anew, new, gone
 
 
 class RamDelta:
-    """What the trainer tells of RAM, the branch and its signals."""
+    """Deltas of RAM, the branch and the signals, which the trainer sends."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -95,20 +96,20 @@ class RamDelta:
         self._last: InRam | None = None
 
     def take(self) -> InRam | None:
-        """What changed since the last call; None for nothing."""
+        """The changes since the last call; None if there are none."""
         state = self._state
         anew, held, gone = self._steps.changes()
         signals, used = tuple(sorted(state.observation.signals)), state.tiers[0].used
-        news = InRam(anew, held, gone, state.branch.line, state.branch.last_serial, signals, used)
-        rest = msgspec.structs.replace(news, anew=False, held=(), gone=())
+        delta = InRam(anew, held, gone, state.branch.line, state.branch.last_serial, signals, used)
+        rest = msgspec.structs.replace(delta, anew=False, held=(), gone=())
         if not (anew or held or gone) and rest == self._last:
             return None
         self._last = rest
-        return news
+        return delta
 
 
-class TierNews:
-    """What the agent tells of one slower tier."""
+class TierDelta:
+    """Deltas of one slower tier, which the agent sends."""
 
     def __init__(self, state: State, tier: Tier) -> None:
         self._state = state
@@ -117,10 +118,10 @@ class TierNews:
         self._last: OnTier | None = None
 
     def take(self) -> OnTier | None:
-        """What changed since the last call; None for nothing."""
+        """The changes since the last call; None if there are none."""
         tier = self._tier
         anew, held, gone = self._steps.changes()
-        news = OnTier(
+        delta = OnTier(
             tier=tier.name,
             anew=anew,
             known=tier.marker is not None,
@@ -131,55 +132,55 @@ class TierNews:
             stuck=tuple((step, Failure.of(error)) for step, error in tier.steps.stuck.items()),
             tombstones=tuple(tier.steps.tombstones),
             used=tier.used,
-            bandwidth=self._state.write_bandwidth(tier),
+            bandwidth=write_bandwidth(tier),
             promotions=tier.steps.promotions,
             note=tier.health.note,
             failure=None if tier.health.error is None else Failure.of(tier.health.error),
         )
-        rest = msgspec.structs.replace(news, anew=False, held=(), gone=())
+        rest = msgspec.structs.replace(delta, anew=False, held=(), gone=())
         if not (anew or held or gone) and rest == self._last:
             return None
         self._last = rest
-        return news
+        return delta
 
 
-def _adopt_steps(tier: Tier, news: InRam | OnTier) -> None:
-    if news.anew:
+def _adopt_steps(tier: Tier, delta: InRam | OnTier) -> None:
+    if delta.anew:
         tier.clear()
-    for step in news.gone:
+    for step in delta.gone:
         tier.steps.drop(step)
-    for held in news.held:
+    for held in delta.held:
         tier.steps.drop(held.id)  # with what is remembered of its index, if it was committed anew
         tier.steps.held[held.id] = Held(held.record, held.btree_key, whole=False)
 
 
-def adopt_ram(state: State, news: InRam) -> None:
-    """At the agent: know of RAM, the branch and the signals what the trainer knows."""
-    _adopt_steps(state.tiers[0], news)
-    state.branch.line, state.branch.last_serial = news.line, news.last_serial
-    state.observation.signals, state.tiers[0].remote.used = set(news.signals), news.used
+def adopt_ram(state: State, delta: InRam) -> None:
+    """At the agent: apply a delta of RAM, the branch and the signals."""
+    _adopt_steps(state.tiers[0], delta)
+    state.branch.line, state.branch.last_serial = delta.line, delta.last_serial
+    state.observation.signals, state.tiers[0].remote.used = set(delta.signals), delta.used
     state.changed.notify()
 
 
-def adopt_tier(state: State, news: OnTier) -> Tier:
-    """At the trainer: know of a slower tier what the agent knows."""
-    tier = state.any_tier(news.tier)
-    _adopt_steps(tier, news)
+def adopt_tier(state: State, delta: OnTier) -> Tier:
+    """At the trainer: apply a delta of a slower tier; returns the tier."""
+    tier = state.any_tier(delta.tier)
+    _adopt_steps(tier, delta)
     tier.steps.damaged.clear()
-    tier.steps.damaged.update({step: Corrupt(text) for step, text in news.damaged})
+    tier.steps.damaged.update({step: Corrupt(text) for step, text in delta.damaged})
     tier.steps.stuck.clear()
-    tier.steps.stuck.update({step: failure.error() for step, failure in news.stuck})
-    tier.steps.tombstones = set(news.tombstones)
-    tier.remote.used, tier.remote.bandwidth, tier.steps.promotions = news.used, news.bandwidth, news.promotions
-    tier.health.note = news.note
-    tier.health.error = None if news.failure is None else news.failure.error()
-    tier.marker = state.identity.marker if news.known else None
+    tier.steps.stuck.update({step: failure.error() for step, failure in delta.stuck})
+    tier.steps.tombstones = set(delta.tombstones)
+    tier.remote.used, tier.remote.bandwidth, tier.steps.promotions = delta.used, delta.bandwidth, delta.promotions
+    tier.health.note = delta.note
+    tier.health.error = None if delta.failure is None else delta.failure.error()
+    tier.marker = state.identity.marker if delta.known else None
     state.changed.notify()
     return tier
 
 
 def happened(event: Event) -> Happened | None:
-    """An event of the agent, for the trainer; None for one that is none of its."""
+    """Encode an event of the agent for the trainer; None for an event that stays with the agent."""
     if type(event).__name__ not in _EVENTS:
         return None
     fields: dict[str, Any] = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
@@ -188,13 +189,13 @@ def happened(event: Event) -> Happened | None:
     return Happened(type(event).__name__, fields)
 
 
-def event_of(news: Happened) -> Event:
-    """The event as the trainer's listeners get it. Raises `Corrupt` for what is none."""
-    kind = _EVENTS.get(news.kind)
+def event_of(message: Happened) -> Event:
+    """Decode an agent event for the trainer's listeners. Raises `Corrupt` if it is no event of an agent."""
+    kind = _EVENTS.get(message.kind)
     try:
         if kind is None:
-            raise Corrupt(f"{news.kind!r} is no event of an agent")
-        fields = dict(news.fields)
+            raise Corrupt(f"{message.kind!r} is no event of an agent")
+        fields = dict(message.fields)
         if kind in (TierFailed, ExportFailed):  # an exception has no type that could be converted to
             failure: Any = converted(fields.pop("error", None), Failure).error()
             others = [(name, of) for name, of in get_type_hints(kind).items() if name != "error"]
@@ -202,4 +203,4 @@ def event_of(news: Happened) -> Event:
         event: Event = converted(fields, kind)
         return event
     except msgspec.ValidationError as error:
-        raise Corrupt(f"an agent's {news.kind} cannot be read: {error}") from error
+        raise Corrupt(f"an agent's {message.kind} cannot be read: {error}") from error

@@ -29,15 +29,15 @@ __all__ = [
     "InRam",
     "Lend",
     "MakeRoom",
-    "Mend",
     "OnTier",
-    "Order",
+    "Operation",
     "Pin",
     "Progress",
     "Promote",
     "Reach",
     "Ready",
     "Refused",
+    "Repair",
     "Request",
     "Response",
     "Scrub",
@@ -50,11 +50,11 @@ class _Frame(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-# -- what the trainer asks for ----------------------------------------------------------------------------
+# -- operations that the trainer requests ----------------------------------------------------------------------------
 
 
 class Promote(_Frame, frozen=True):
-    """Copy a step to a tier; the bytes written."""
+    """Copy a step to a tier; responds with the bytes written."""
 
     number: int
     tier: str
@@ -75,11 +75,11 @@ class Delete(_Frame, frozen=True):
 
 
 class Collect(_Frame, frozen=True):
-    """Reclaim the space that no step needs; a list of `Collected`."""
+    """Reclaim the space that no step needs; responds with a list of `Collected`."""
 
 
 class Verify(_Frame, frozen=True):
-    """Read all of a step on a tier; a list of `Verified`."""
+    """Verify a step on a tier; responds with a list of `Verified`."""
 
     number: int | None
     serial: int | None
@@ -88,7 +88,7 @@ class Verify(_Frame, frozen=True):
 
 
 class Scrub(_Frame, frozen=True):
-    """Verify all that a tier holds; a list of `Verified`."""
+    """Verify all that a tier holds; responds with a list of `Verified`."""
 
     tier: str
     repair: bool
@@ -96,11 +96,11 @@ class Scrub(_Frame, frozen=True):
 
 
 class Flush(_Frame, frozen=True):
-    """Answer when every tier has what is due on it."""
+    """Respond when every tier has what is due on it."""
 
 
 class Reach(_Frame, frozen=True):
-    """Answer when a tier holds a step."""
+    """Respond when a tier holds a step."""
 
     step: StepId
     tier: str
@@ -114,7 +114,7 @@ class GiveWay(_Frame, frozen=True):
 
 
 class BadChunk(msgspec.Struct, frozen=True):
-    """A chunk that a tier should have had: its digest, the key of its array, and what happened instead."""
+    """A chunk that could not be read on a tier: its digest, the key of its array, and the failure."""
 
     tier: str
     digest: bytes
@@ -122,8 +122,8 @@ class BadChunk(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-class Mend(_Frame, frozen=True):
-    """Write good bytes of a step back to the tiers that lost some."""
+class Repair(_Frame, frozen=True):
+    """Repair a step on the tiers where chunks are damaged."""
 
     step: StepId
     damage: tuple[BadChunk, ...]
@@ -144,7 +144,7 @@ class Unpin(_Frame, frozen=True):
 
 
 class MakeRoom(_Frame, frozen=True):
-    """Whether so many bytes fit on a tier, after evictions if needed."""
+    """Evict steps until so many bytes fit on a tier; responds with whether they do."""
 
     tier: str
     nbytes: int
@@ -157,7 +157,7 @@ class Lend(_Frame, frozen=True):
 
 
 class Find(_Frame, frozen=True):
-    """Where a lent tier has chunks intact, of which these are digests and sizes: digest, pack, offset, length."""
+    """Find intact chunks of these digests and sizes on a lent tier: a list of (digest, pack, offset, length)."""
 
     tier: str
     sizes: dict[bytes, int]
@@ -175,12 +175,12 @@ class Commit(_Frame, frozen=True):
 
 
 class GiveBack(_Frame, frozen=True):
-    """The trainer has done with a lent tier."""
+    """End `Lend`: the trainer no longer writes to the tier."""
 
     tier: str
 
 
-Order = (
+Operation = (
     Promote
     | Evict
     | Delete
@@ -190,7 +190,7 @@ Order = (
     | Flush
     | Reach
     | GiveWay
-    | Mend
+    | Repair
     | Pin
     | Unpin
     | MakeRoom
@@ -205,26 +205,26 @@ Order = (
 
 
 class Hello(_Frame, frozen=True):
-    """The trainer's first word."""
+    """First message of a trainer, by which the agent checks that both belong together."""
 
     version: str
-    """Of the library: both sides run one."""
+    """Version of the library; both sides run the same one."""
     settings: str
-    """Of what agents go by, as `tieredckpt.engine.agent.deltas.settings_of` has it."""
+    """Hash of the settings, see `tieredckpt.engine.agent.deltas.settings_of`."""
     store: str
     """Identity of the store."""
     made_up: bool
     """Whether no tier had an identity that answered when the trainer opened."""
     slab: str
-    """Key of RAM's slab, and its size: another than the agent has attached to is attached to anew."""
+    """Key of RAM's slab and its size; the agent attaches again if either has changed."""
     capacity: int
 
 
 class InRam(_Frame, frozen=True):
-    """What changed in RAM, and what policies see of the trainer."""
+    """State delta of RAM, the branch and the signals, from the trainer."""
 
     anew: bool
-    """Whether this is all there is, and not only what changed."""
+    """Whether this is the whole state and not a change."""
     held: tuple[HeldStep, ...]
     gone: tuple[StepId, ...]
     line: tuple[tuple[int, int], ...]
@@ -235,14 +235,14 @@ class InRam(_Frame, frozen=True):
 
 
 class Request(_Frame, frozen=True):
-    """An order, to be answered under its number."""
+    """A remote procedure call: the agent executes the operation, and responds under the same number."""
 
     number: int
-    order: Order
+    operation: Operation
 
 
 class Cancel(_Frame, frozen=True):
-    """Nobody waits for that answer any more."""
+    """Cancel a request: the trainer no longer waits for its response."""
 
     number: int
 
@@ -261,26 +261,26 @@ FromTrainer = Hello | InRam | Request | Cancel | Goodbye
 
 
 class Ready(_Frame, frozen=True):
-    """The agent has its leases and has told what all tiers hold."""
+    """The agent has its leases and has sent the state of all its tiers."""
 
     dead: tuple[Holder, ...]
-    """Who was found to have died while writing."""
+    """Writers that died: the agent found their stale leases."""
 
 
 class Refused(_Frame, frozen=True):
-    """Why the agent cannot work, and ends."""
+    """The agent cannot work and ends, for this reason."""
 
     failure: Failure
 
 
 class OnTier(_Frame, frozen=True):
-    """What changed on a tier, and how it is."""
+    """State delta of a slower tier, from the agent."""
 
     tier: str
     anew: bool
-    """Whether this is all there is, and not only what changed."""
+    """Whether this is the whole state and not a change."""
     known: bool
-    """Whether the agent could look."""
+    """Whether the agent could list the tier."""
     marker: StoreMarker | None
     """Identity of the store, which may have become known with the tier."""
     held: tuple[HeldStep, ...]
@@ -303,7 +303,7 @@ class Happened(_Frame, frozen=True):
 
 
 class Response(_Frame, frozen=True):
-    """What came of an order: its result, encoded, or why there is none."""
+    """The response to a request: its encoded result, or the failure."""
 
     number: int
     value: bytes
@@ -311,7 +311,7 @@ class Response(_Frame, frozen=True):
 
 
 class Progress(_Frame, frozen=True):
-    """Bytes that an order has read since it last said so."""
+    """Bytes that a request has read since its last progress message."""
 
     number: int
     nbytes: int

@@ -22,14 +22,14 @@ _log = logging.getLogger("tieredckpt")
 
 
 class Supervisor:
-    """Has an agent alive. Lives on the engine's loop.
+    """Keeps an agent process alive: starts it, and starts it again when it dies. Runs on the engine's loop.
 
     Args:
         config: of the store.
         folder: of its RAM tier, now.
-        ready: whether there is an agent that is ready.
-        changed: beats when one comes or goes.
-        absent: told why there is none.
+        ready: returns whether an agent is ready.
+        changed: notified when an agent comes or goes.
+        absent: called with the reason why there is no agent.
     """
 
     def __init__(

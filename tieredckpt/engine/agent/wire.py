@@ -169,7 +169,7 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """The folder by a name that leaves room in the 107 bytes which the path of a socket may have."""
+    """Shorten a folder path to fit the 107-byte limit of socket paths."""
     if not os.path.isdir("/proc/self/fd"):
         yield str(folder)
         return

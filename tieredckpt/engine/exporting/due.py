@@ -14,7 +14,8 @@ from dataclasses import replace
 from tieredckpt._callbacks import Callback, is_failure
 from tieredckpt.config.exports import ExportConfig
 from tieredckpt.engine.exporting.places import Record
-from tieredckpt.engine.state.state import State, numbers
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.views import numbers
 from tieredckpt.format.manifest import StepId
 from tieredckpt.policy.base import StepView, StoreView, TierView
 

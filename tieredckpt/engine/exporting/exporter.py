@@ -213,7 +213,7 @@ class Exporter:
         reading = Reading(self._state, step, self._repair)
         memory = self._memory or (new_parts(), new_blocks())
         self._memory = None  # which a thread that is left behind keeps
-        with self._state.yielding(reading.give_way):
+        with self._state.ram_gate.yielding(reading.give_way):
             try:
                 index = await reading.index()
                 held = await self._content(export, index, reading, memory[0])

@@ -80,7 +80,7 @@ class Reading:
 
     async def fill(self, targets: Targets) -> dict[str, int]:
         """See `tieredckpt.engine.restoring.reader.fill`; not while a save copies."""
-        await self._state.quiet()
+        await self._state.ram_gate.quiet()
         async with self._turn:
             source = await self._open()
             found = await fill(self._state, source, targets)

@@ -1,4 +1,4 @@
-"""What leaves a tier: steps by policy and for room, packs that no step needs, packs that are mostly dead."""
+"""Retention and collection: deletes steps by policy and for room, and packs that no step needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DELETES_AT_A_TIME = 16
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection reclaimed on one tier."""
+    """Result of a collection on one tier."""
 
     tier: str
     packs: int = 0
@@ -163,7 +163,7 @@ class Collector:
         return Collected(tier.name, len(dead), nbytes, files)
 
     async def _look_at_damaged(self, tier: Tier) -> None:
-        """Read commits once more that could not be read: their packs would go as what no step is known to use."""
+        """Read damaged commits once more before a collection, which would delete the packs that only they name."""
         for step in tuple(tier.steps.damaged):
             if step in tier.steps.damaged:
                 try:
@@ -172,26 +172,26 @@ class Collector:
                     _log.warning("tier %r: %s could not be read again: %s", tier.name, step, silence)
 
     async def _take_back(self, tier: Tier) -> None:
-        """Undo first commits that failed, and may be there all the same: no step is held by their packs.
+        """Undo failed first commits that may have happened all the same, so that their packs can be deleted.
 
         One that may come late is looked for at each collection until the store's ``grace`` is over; where its index
         nodes lie tells it from other writers'. Of a step that is held beside such a one, the commit that is there by
         then counts.
         """
         steps, late, grace = tier.steps, tier.steps.commits_come_late, self._state.config.grace
-        for step in tuple(steps.doubtful.keys() - steps.held.keys() - steps.damaged.keys()):
+        for step in tuple(steps.indeterminate.keys() - steps.held.keys() - steps.damaged.keys()):
             async with steps.turn(step):
-                if step not in steps.held and (doubt := steps.doubtful.get(step)) is not None:
-                    if not late or await step_index.root_key(tier, step) in doubt.btree_keys:
+                if step not in steps.held and (uncertain := steps.indeterminate.get(step)) is not None:
+                    if not late or await step_index.root_key(tier, step) in uncertain.btree_keys:
                         await commit_file.delete_manifest(tier, step)
                     steps.expire(step, grace)
-        for step in tuple(steps.doubtful.keys() & steps.held.keys()):
-            if late and steps.doubtful[step].age >= grace:
+        for step in tuple(steps.indeterminate.keys() & steps.held.keys()):
+            if late and steps.indeterminate[step].age >= grace:
                 await self._reread(tier, step)
                 steps.expire(step, grace)
 
     async def _reread(self, tier: Tier, step: StepId) -> None:
-        """Learn which of several commits of a step is there."""
+        """Find out which of several commits of a step is on the tier."""
         try:
             btree_key = (await step_index.read(tier, step))[2]
         except (Corrupt, NotFound) as error:
@@ -250,12 +250,12 @@ class Collector:
 
     async def _sweep(self, tier: Tier, oldest_kept: float) -> int:
         """Delete index files of steps that were never committed or retracted half, and files of torn writes."""
-        known = {held.btree_key for step, held in tier.steps.held.items() if step not in tier.steps.doubtful}
+        known = {held.btree_key for step, held in tier.steps.held.items() if step not in tier.steps.indeterminate}
         known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.steps.held, *tier.steps.damaged)}
-        unsure = {*tier.steps.damaged, *tier.steps.doubtful}
-        in_doubt = tier.steps.doubtful.keys() & tier.steps.held.keys()
+        unsure = {*tier.steps.damaged, *tier.steps.indeterminate}
+        uncertain = tier.steps.indeterminate.keys() & tier.steps.held.keys()
         # Of its two commits, one is there by now; where they may come late, both, one after the other.
-        for step in () if tier.steps.commits_come_late else in_doubt:
+        for step in () if tier.steps.commits_come_late else uncertain:
             with suppress(Corrupt, NotFound):
                 known.add((await step_index.read(tier, step))[2])
                 unsure.discard(step)

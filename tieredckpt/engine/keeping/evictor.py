@@ -83,11 +83,11 @@ class Evictor:
         self._state.changed.notify()
 
     async def find_out(self, tier: Tier) -> None:
-        """Look which steps are still there whose deletion failed: those are held again, the others are gone.
+        """Find out which steps are still there after a deletion that failed: they are held again, the others are gone.
 
         A deletion that may come late is repeated: a step that may go at any moment counts as no copy.
         """
-        self._settle(tier)
+        self._expire_deletions(tier)
         for step, error in tuple(tier.steps.damaged.items()):
             if not isinstance(error, IndeterminateDelete):
                 continue
@@ -110,8 +110,8 @@ class Evictor:
             self._gone(step, tier)
             await tier.store.delete(error.held.btree_key)
 
-    def _settle(self, tier: Tier) -> None:
-        """Forget deletions that come no more; hold no step that a new look at the tier has found before one of it."""
+    def _expire_deletions(self, tier: Tier) -> None:
+        """Forget deletions that can no longer come late; quarantine held steps whose deletion still may."""
         for step, since in tuple(tier.steps.deletions.items()):
             # Where nothing stands between here and the store, it is a thread of ours that is late.
             late = time.monotonic() - since < self._state.config.grace if tier.store.traits.remote else tier.hanging
@@ -157,7 +157,7 @@ class Evictor:
             await tier.store.delete(btree_key)
 
     async def let_part_go(self, step: StepId, tier: Tier) -> None:
-        """Take this rank's part of a step out of RAM, if it is there, for the step is or becomes none."""
+        """Drop this rank's part of a step from RAM, because the step is not or no longer committed."""
         if tier.ram is None or step in tier.steps.leaving or not (step in tier.steps.parts or step in tier.steps.held):
             return
         tier.steps.leaving.add(step)
@@ -168,7 +168,7 @@ class Evictor:
             self._state.changed.notify()
 
     async def drop_unreadable(self, step: StepId, tier: Tier, ram: Ram) -> None:
-        """Take a step out of RAM whose index is damaged; its extents come back when the folder is opened again."""
+        """Drop a step with a damaged index from RAM; its extents become free when the folder is opened again."""
         await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
         await commit_file.retract(tier, step)
         self._state.changed.notify()

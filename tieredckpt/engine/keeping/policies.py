@@ -33,8 +33,8 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     gone = step in tier.steps.tombstones or step in tier.steps.deletions
     if step in tier.steps.held or gone or not state.on_line(step.serial):
         return False
-    mended = step in tier.steps.damaged  # from wherever it is
-    if not mended and not any(step in nearer.steps.held for nearer in state.tiers[: tier.index]):
+    repaired = step in tier.steps.damaged  # from wherever it is
+    if not repaired and not any(step in nearer.steps.held for nearer in state.tiers[: tier.index]):
         return False
     view = view or state.view(at_rest=True)
     place = bisect_left(view.steps, step.serial, key=lambda seen: seen.serial)
@@ -101,8 +101,8 @@ def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy:
 
 
 def _waits_for_derivation(derivation: State, step: StepId, tier: Tier, *, only_healthy: bool) -> bool:
-    """As `waits_for_promotion`, for a step that is to be derived from the tier."""
-    other = derivation.tiers[-1]
+    """Whether a step is still to be derived from the tier, as `waits_for_promotion`."""
+    other = derivation.target
     if tier not in derivation.tiers[:-1] or step in other.steps.stuck:
         return False
     return ((other.healthy and other.responsive) or not only_healthy) and is_due(derivation, step, other)
@@ -134,7 +134,7 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
 def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
     """The steps that may leave a full tier for a newer one: what retention lets go, then what it keeps, oldest first.
 
-    ``step`` is None for one that is newer than all there is. An abandoned step drives out none that is retained.
+    ``step`` is None for one that is newer than all there is. An off-branch step drives out none that is retained.
     """
     going = leaving(state, tier)
     if step is not None and not state.on_line(step.serial):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tieredckpt.engine.state.state import Role, State
+from tieredckpt.engine.state.membership import Role
+from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.format.manifest import StepId
@@ -37,7 +38,7 @@ def why_not(state: State, step: StepId, tier: Tier) -> str:
 def _is_covered(state: State, step: StepId, tier: Tier, without: Collection[StepId] = ()) -> bool:
     """Whether the step, or a newer one of the branch, is as safe elsewhere; steps in ``without`` do not count."""
     for other in state.tiers:
-        if state.role is Role.AGENT and not state.manages(other):
+        if state.membership.role is Role.AGENT and not state.manages(other):
             continue
         if other.survives < tier.survives or not (other.answers or other is tier):
             continue

@@ -10,15 +10,16 @@ from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import save_is_due
 from tieredckpt.engine.promoting.copy_step import copy_step
-from tieredckpt.engine.promoting.promoter import TellStuck
+from tieredckpt.engine.promoting.promoter import ReportStuck
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
 from tieredckpt.engine.refresh import Refresh
-from tieredckpt.engine.repairing.background import Mend
+from tieredckpt.engine.repairing.background import RepairElsewhere
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
 from tieredckpt.engine.restoring.restore import Unreadable
 from tieredckpt.engine.restoring.source import ChosenStep, Damage
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.saving.slower_tiers import OwnTiers, SlowerTiers
+from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -41,18 +42,18 @@ class Alone:
     What the other modes do otherwise, they override; a method that does nothing here is for their sake.
     """
 
-    tell_stuck: TellStuck | None = None
+    report_stuck: ReportStuck | None = None
     """Tells others that a step cannot come to a tier for now."""
-    mend_elsewhere: Mend | None = None
-    """Has damage repaired on tiers that another process manages."""
+    repair_elsewhere: RepairElsewhere | None = None
+    """Asks another process to repair damage on the tiers that it manages."""
 
     def __init__(self, state: State, collector: Collector) -> None:
         self.state = state
         self.collector = collector
         self.admin = self._make_admin()
-        """What people ask for."""
+        """The verbs for people."""
         self.slower_tiers = self._make_slower_tiers()
-        """Where a save goes that RAM cannot hold."""
+        """The tiers for a save that RAM cannot hold."""
 
     def _make_admin(self) -> Admin:
         return Admin(self.state, self.collector, self.promote)
@@ -66,7 +67,7 @@ class Alone:
         """Open the tiers, and continue the newest branch."""
         await open_tiers()
         await open_read_only_ram(self.state)
-        self.state.adopt_line()
+        adopt_newest(self.state)
 
     async def reopened(self) -> None:
         """The first tier was connected anew."""
@@ -111,23 +112,23 @@ class Alone:
         """Ask the process that manages a tier to interrupt the promotion of an older step."""
 
     async def reached(self, step: StepId, name: str, wait: Callable[[Changed | None], Awaitable[None]]) -> None:
-        """Return when a tier has a step, waiting by ``wait`` for what this process hears of it."""
+        """Return when a tier holds a step; ``wait`` waits for changes that this process learns of."""
         await wait(None)
 
     async def drained(self) -> None:
-        """Return when what other processes do for this one is done. Raises what keeps them from it."""
+        """Return when other processes have finished their work for this one. Raises their error."""
 
     async def told(self) -> None:
-        """Return when the others know what this process has done."""
+        """Return when the other processes have received the changes that this one made."""
 
     # -- restores -----------------------------------------------------------------------------------------
 
     async def looking(self, work: Work[T], *, packs: bool = False) -> T:
-        """The result of work that asks what the store holds."""
+        """Run work that only looks up what the store holds, and return its result."""
         return await work()
 
     async def restoring(self, work: Work[T]) -> T:
-        """The result of a restore's work; of several ranks, all succeed or none does."""
+        """Run the work of a restore and return its result; with several ranks, all succeed or none does."""
         return await self.looking(work)
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
@@ -136,11 +137,11 @@ class Alone:
 
     @property
     def chosen(self) -> ChosenStep | None:
-        """What all ranks restore at present."""
+        """The step that all ranks restore at present."""
         return None
 
     async def begin_reading(self) -> bool:
-        """Begin to read when all ranks can; whether other ranks read as well."""
+        """Wait until all ranks can read; returns whether other ranks read as well."""
         return False
 
     def damaged(self, step: StepId, damage: Sequence[Damage], unreadable: Unreadable) -> None:

@@ -45,9 +45,9 @@ class AmongRanks(Alone):
     ) -> None:
         if not state.read_only:
             _check_derived(state.config.tiers)
-        state.membership = Membership(group.rank, group.size, tuple(group.local_ranks))
+        state.membership = Membership(group.rank, group.size, tuple(group.local_ranks), state.membership.role)
         self.ranked = Ranked(state, collector, group, open_tiers, partial(look_up, state), promote_at_once)
-        self.tell_stuck = self.ranked.tell_stuck
+        self.report_stuck = self.ranked.report_stuck
         super().__init__(state, collector)
 
     def _make_slower_tiers(self) -> SlowerTiers:
@@ -97,7 +97,7 @@ class AmongRanks(Alone):
         await self.ranked.drained()
 
     async def told(self) -> None:
-        await self.ranked.group.all_told()
+        await self.ranked.group.all_sent()
 
     async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await self.ranked.restores.together(work)

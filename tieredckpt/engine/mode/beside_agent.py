@@ -14,6 +14,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.mode.alone import Alone, Changed
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
+from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.state import State
 from tieredckpt.format.manifest import StepId
 
@@ -25,7 +26,7 @@ class BesideAgent(Alone):
 
     def __init__(self, state: State, collector: Collector) -> None:
         self.link = AgentClient(state)
-        self.mend_elsewhere = self.link.mend
+        self.repair_elsewhere = self.link.repair
         super().__init__(state, collector)
 
     def _make_admin(self) -> Admin:
@@ -38,7 +39,7 @@ class BesideAgent(Alone):
         await open_tiers()
         await open_read_only_ram(self.state)
         await self.link.open()
-        self.state.adopt_line(self.link.dead)
+        adopt_newest(self.state, self.link.dead)
 
     async def reopened(self) -> None:
         await self.link.listen_anew()

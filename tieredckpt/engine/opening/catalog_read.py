@@ -31,7 +31,7 @@ _log = logging.getLogger("tieredckpt")
 
 @dataclass(slots=True)
 class Footers:
-    """What the footers of packs say, one after the other."""
+    """Content of the footers of packs, one after the other."""
 
     paths: list[str] = field(default_factory=list)
     counts: list[NDArray[Any]] = field(default_factory=list)
@@ -75,7 +75,7 @@ async def read_catalogs(tier: Tier, store: str) -> list[tuple[str, Catalog]]:
 def believed(
     tier: Tier, catalogs: Iterable[tuple[str, Catalog]], folders: Mapping[StepId, Mapping[str, BlobInfo]]
 ) -> tuple[Footers, dict[StepId, tuple[StepRecord, str]]]:
-    """Where catalogs agree with ``tier.packs.sizes`` and the files of steps: footers; records and keys of the nodes."""
+    """Footers, records and node keys from catalogs that agree with ``tier.packs.sizes`` and the files of steps."""
     footers = Footers()
     records: dict[StepId, tuple[StepRecord, str]] = {}
     known = tier.steps.catalogued

@@ -100,7 +100,7 @@ def _plan(tier: Tier) -> _Plan | None:
 
 
 async def _stamp(tier: Tier, steps: set[StepId]) -> None:
-    """Look up by what the steps are known that were committed since the tier was opened."""
+    """Look up the stamps (size and time of the manifest) of steps that were committed since the tier was opened."""
     known = tier.steps.catalogued
     unknown = steps - known.stamps.keys()
     if known.timeless or not unknown:
@@ -134,7 +134,7 @@ def _duplicates(tier: Tier) -> list[tuple[bytes, Extent]]:
 
 
 def _shares(counts: np.ndarray[tuple[int], np.dtype[np.int64]], steps: int) -> Iterator[tuple[slice, slice, slice]]:
-    """What each of several catalogs gets: packs, their chunks, and steps; one is enough unless there is very much."""
+    """Divide packs, their chunks and steps among catalogs; one catalog is enough unless there is very much."""
     ends = np.concatenate([[0], np.cumsum(counts)])
     pack = step = 0
     while pack < len(counts) or step < steps:

@@ -27,7 +27,7 @@ __all__ = ["adopt", "fork"]
 
 
 async def fork(config: StoreConfig) -> tuple[str, str]:
-    """Give a store an identity of its own, with its steps; RAM of this machine that notes its tiers goes with it.
+    """Give a store a new identity; its steps stay, and RAM of this machine that notes its tiers follows it.
 
     Returns the UUID that it had, and the one that it has.
 

@@ -17,15 +17,16 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Pace, Paced, Retrying
 from tieredckpt.concurrency import whole
 from tieredckpt.config import StoreConfig, TierConfig
-from tieredckpt.config.checks import doubtful
+from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.config.kinds import exists, kind_of
 from tieredckpt.engine.opening.capacity import refuse_what_cannot_fit
-from tieredckpt.engine.opening.identity import agreed, marker_of, store_of_steps
+from tieredckpt.engine.opening.identity import consistent_markers, marker_of, store_of_steps
 from tieredckpt.engine.opening.ram import attach_ram, find, mark_ram, note_owner, open_ram, refuse_other_file_system
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.opening.stale_ram import remove_stale_ram
-from tieredckpt.engine.state.state import Role, State
+from tieredckpt.engine.state.membership import Role
+from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
@@ -40,7 +41,7 @@ __all__ = ["connect", "connect_ram", "identify", "make_derived_tiers", "make_tie
 _log = logging.getLogger("tieredckpt")
 
 _Seen = tuple[StoreMarker | None, bool]
-"""What `marker_of` tells."""
+"""Result of `marker_of`."""
 
 _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
@@ -60,7 +61,7 @@ def make_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple
 
 
 def make_derived_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple[Tier, ...]:
-    """As `make_tiers`, those with lossy rules."""
+    """Make the tiers with lossy rules, as `make_tiers` makes the others."""
     return _make(config, config.derived, read_only=read_only, events=events)
 
 
@@ -74,12 +75,12 @@ def _make(config: StoreConfig, tiers: Sequence[TierConfig], *, read_only: bool, 
 
 
 def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> None:
-    """Set how RAM is connected: as that of this store, whose identity is known then.
+    """Make the RAM tier connect to this store's RAM, once the identity of the store is known.
 
     Args:
         state: of the store.
         sharers: how many ranks share the memory of this machine.
-        folder: where an agent has found it; it reads it there.
+        folder: where an agent found the RAM of its trainer, which it reads.
     """
     first = state.tiers[0]
     if state.config.ram is None:
@@ -271,7 +272,7 @@ async def identify(
     """
     failures: list[tuple[Tier, TieredCkptError]] = []
     if not state.read_only:
-        _tell_doubts(state)
+        _warn_of_mistakes(state)
     places = state.identity.places = await places_of(state.config)
     if found is None:
         found = await find(state.config, places.values())
@@ -291,7 +292,7 @@ async def identify(
             failures.append((tier, error))
             return None
 
-    markers = await agreed(slower, await asyncio.gather(*(look(tier) for tier in slower)))
+    markers = await consistent_markers(slower, await asyncio.gather(*(look(tier) for tier in slower)))
     failed = [tier for tier, _ in failures]
     known = {marker.store for marker in markers if marker is not None}
     for i, tier in enumerate(slower):
@@ -317,7 +318,7 @@ async def identify(
     )
     state.identity.marker = None if choice.marker is None else choice.marker.of_store
     state.identity.made_up = choice.provisional
-    if state.role is Role.AGENT and state.identity.marker is None:  # whose trainer knows better
+    if state.membership.role is Role.AGENT and state.identity.marker is None:  # whose trainer knows better
         state.identity.marker = next((each.marker for each in found), None)
     elif state.identity.marker is None and not state.read_only:
         state.identity.marker, state.identity.made_up = StoreMarker(store=str(uuid.uuid4())), True
@@ -337,7 +338,7 @@ async def identify(
     await remove_stale_ram(state)
     if not state.read_only:
         refuse_what_cannot_fit(state)
-        _tell_left(state, choice)
+        _warn_of_other_ram(state, choice)
     return failures
 
 
@@ -352,7 +353,7 @@ def _chosen(state: State, seen: list[SeenTier], found: Sequence[FoundRam]) -> Ch
 
 
 def _noted_elsewhere(found: Iterable[FoundRam]) -> dict[str, Place]:
-    """The places of RAM's notes, as noted, where another file system is now."""
+    """Places that the notes of RAM name and where another file system is mounted now."""
     return {
         place.location: place
         for each in found
@@ -362,16 +363,16 @@ def _noted_elsewhere(found: Iterable[FoundRam]) -> dict[str, Place]:
     }
 
 
-def _tell_doubts(state: State) -> None:
-    for doubt in doubtful(state.config):
-        _log.warning("configuration: %s", explain([doubt]))
+def _warn_of_mistakes(state: State) -> None:
+    for mistake in probable_mistakes(state.config):
+        _log.warning("configuration: %s", explain([mistake]))
     ram = state.config.ram
     if state.membership.size == 1 and ram is not None and ram.replicas > 1:
         _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", ram.name)
 
 
-def _tell_left(state: State, choice: Choice) -> None:
-    """Say of RAM that was of this folder, and is of another store, what may be done with it."""
+def _warn_of_other_ram(state: State, choice: Choice) -> None:
+    """Warn of RAM that used to belong to this folder and belongs to another store; say what to do with it."""
     ram = state.config.ram
     rooted = f" --root {ram.path}" if ram is not None and ram.path is not None else ""
     for store, group in choice.left.items():

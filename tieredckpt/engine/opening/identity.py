@@ -14,7 +14,7 @@ from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker, find_record
 
-__all__ = ["agreed", "marker_of", "store_of_steps"]
+__all__ = ["consistent_markers", "marker_of", "store_of_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -63,7 +63,7 @@ def _only_store(records: Sequence[StepRecord]) -> str | None:
 
 
 async def _newest_records(tier: Tier) -> list[StepRecord]:
-    """Of the newest steps that can be read."""
+    """Records of the newest steps that can be read."""
     found: list[StepId] = []
     async for info in tier.store.list(layout.STEPS):
         folder, _, name = info.key.rpartition("/")
@@ -79,8 +79,8 @@ async def _newest_records(tier: Tier) -> list[StepRecord]:
     return records
 
 
-async def agreed(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -> list[StoreMarker | None]:
-    """The markers, where one of them is not what its own steps and another tier's marker say, as those say."""
+async def consistent_markers(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -> list[StoreMarker | None]:
+    """Correct markers that contradict the steps of their own tier, if another tier's marker agrees with these steps."""
     stores = [marker.store if marker is not None else None for marker in markers]
     result = list(markers)
     if len({store for store in stores if store is not None}) < 2:

@@ -48,7 +48,7 @@ _log = logging.getLogger("tieredckpt")
 
 
 def ram_folder(state: State) -> Path:
-    """Where the RAM of this store is on this machine; of several ranks, each has a folder in it."""
+    """The folder of this store's RAM on this machine; with several ranks, each has a folder in it."""
     if (ram := state.tiers[0].ram) is not None:
         folder = Path(ram.store.location)
         return folder.parent if folder.name.startswith(RANK_FOLDER) else folder
@@ -77,7 +77,7 @@ async def _judged(config: StoreConfig, found: FoundRam) -> FoundRam:
 
 
 async def judged_within(seconds: float, found: FoundRam) -> FoundRam:
-    """RAM with what is at the places that it notes now; those that do not answer in time still have the store."""
+    """Check which of the places that RAM notes still hold its store; a place that is too slow counts as holding it."""
     try:
         return await left_behind_after(seconds, "ram", f"looking whose {found.folder} is", judged, found)
     except TierUnavailable:
@@ -208,7 +208,7 @@ async def mark_ram(state: State) -> None:
 
 
 async def note_owner(state: State) -> None:
-    """Write down in RAM whose it is, if that changed. Raises nothing: without it RAM is only less easily found."""
+    """Write the owner's note into RAM, if it changed. Raises nothing: without a note RAM is only harder to find."""
     ram = state.tiers[0].ram
     if ram is None or state.read_only or not ram.slab.writable:
         return

@@ -87,7 +87,7 @@ def notes(group: Sequence[FoundRam], ours: Collection[Place]) -> bool:
 
 
 def is_copy(found: FoundRam, ours: Collection[Place]) -> str:
-    """Where the store is to which RAM of our UUID belongs, if our tiers are a copy of that; empty if they are not."""
+    """The place of the store that RAM of our UUID belongs to, if our tiers are a copy of it; empty if they are not."""
     if found.owner is None or not found.owner.places or shares(found.owner.places, ours):
         return ""
     # Where none still holds it, the store was moved. A bucket's service has many names, and older notes have none.

@@ -245,7 +245,7 @@ async def _left(tier: Tier, step: StepId) -> bool:
 
 
 async def _claim_extents(tier: Tier, ram: Ram) -> None:
-    """Count what every step of the slab uses, the newest first; those that cannot be read, or do not fit, leave it."""
+    """Claim the extents of every step in the slab, newest first; drop steps that are unreadable or overlap."""
     for step in sorted(tier.steps.held, reverse=True):
         try:
             index = await step_index.load(tier, step)
@@ -260,7 +260,7 @@ async def _claim_extents(tier: Tier, ram: Ram) -> None:
 
 
 async def _claim_unread(tier: Tier, ram: Ram) -> None:
-    """Count what steps use that an earlier process took out of RAM, and that somebody is still reading."""
+    """Claim the extents of evicted steps that a process is still reading."""
     for left in await asyncio.to_thread(ram.store.still_read):
         try:
             index = await asyncio.to_thread(decode_step, left.manifest, left.index, ocdbt.read_root(left.manifest).path)
@@ -297,7 +297,7 @@ def _adopt(ram: Ram, index: StepIndex) -> bool:
 
 
 async def pack_table(tier: Tier, key: str, size: int) -> NDArray[Any]:
-    """What the footer of a pack lists, of dtype `RECORD`; the tier remembers whether that is compressed.
+    """Entries in the footer of a pack, of dtype `RECORD`; the tier remembers whether they are compressed.
 
     Raises `Corrupt`, `NotFound`, `TierUnavailable`.
     """

@@ -22,6 +22,7 @@ from tieredckpt.engine.promoting.pack_writer import Batch, Payload, write_packs
 from tieredckpt.engine.promoting.room import expected, have_room, within_capacity
 from tieredckpt.engine.restoring.deriving import DerivedSource, RoundedSource
 from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
@@ -86,11 +87,11 @@ async def copy_step(
     """
     if step in tier.steps.held and not again:
         return 0
-    commit_file.check_settled(tier, step)
+    commit_file.check_no_deletion(tier, step)
     copy = partial(
         _copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {}, origin=origin or state
     )
-    with state.promoting(tier):
+    with promoting(state, tier):
         return await (copy() if again or origin is not None else evicting_older(state, collector, step, tier, copy))
 
 
@@ -145,7 +146,7 @@ async def _copy(
                 check_wanted(step, tier)
             await commit_file.commit(tier, record, located, encoded, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
-            state.tell_promoted(source.index.record, tier, written.nbytes, begin, again=again)
+            report_promoted(state, source.index.record, tier, written.nbytes, begin, again=again)
         return written.nbytes
 
 
@@ -166,7 +167,7 @@ def check_wanted(step: StepId, tier: Tier) -> None:
 async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:
     """Keep the step's references to the bytes that it has now, except those that were forgotten.
 
-    Another pack may have a copy of a chunk that was found damaged and mended once; its footer lists that still.
+    Another pack may have a copy of a chunk that was found damaged and repaired once; its footer lists that still.
     """
     with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
         for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():

@@ -17,7 +17,7 @@ from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["refer_to_intact", "undoubted"]
+__all__ = ["is_verified", "refer_to_intact"]
 
 _STEPS_ASKED = 4
 
@@ -81,19 +81,19 @@ async def refer_to_intact(
         tier.packs.duplicates.pop(digest, None)
 
 
-def undoubted(tier: Tier, digest: bytes, length: int) -> bool:
-    """Whether a chunk of which a rank's part says so many bytes may be referred to as it lies on the tier."""
+def is_verified(tier: Tier, digest: bytes, length: int) -> bool:
+    """Whether a rank's part may refer to the copy of a chunk on the tier; ``length`` is what the part says."""
     known = tier.packs.has_of_part(digest, length) and digest not in tier.packs.duplicates
     return known and (digest in tier.packs.verified or not tier.packs.index.was_found(digest))
 
 
 def _unverified(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
-    """Those of the chunks that an earlier process wrote, as far as their footers tell."""
+    """Chunks that an earlier process wrote, known from pack footers alone and not verified yet."""
     return {digest for digest in sizes if digest not in tier.packs.verified and tier.packs.index.was_found(digest)}
 
 
 def _of_one_encoding(tier: Tier, sizes: Mapping[bytes, int], wanted: Encoding) -> dict[bytes, Extent]:
-    """The chunks of which one copy alone is in that encoding, the others being of before a change of `codec`; and it.
+    """Chunks with exactly one copy in the wanted encoding (others date from before a change of `codec`), and that copy.
 
     They need no more proof than a chunk that lies in one place: what a repair has written beside what was damaged would
     be a second one.
@@ -110,6 +110,6 @@ def _of_one_encoding(tier: Tier, sizes: Mapping[bytes, int], wanted: Encoding) -
 
 
 def _verified(tier: Tier, index: StepIndex, digests: AbstractSet[bytes]) -> set[bytes]:
-    """Those of the chunks to which a committed step refers where they were found."""
+    """Chunks that a committed step refers to at the place where they were found."""
     extents = unique_extents(index.arrays)
     return {digest for digest in digests & extents.keys() if tier.packs.index.get(digest) == extents[digest]}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from tieredckpt.blobs.codecs import BLOSC
 from tieredckpt.engine.promoting.pack_writer import Payload, seal_all
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.views import write_bandwidth
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.encoding import Encoded, Encoding
 
@@ -30,7 +31,7 @@ class Encoder:
         """
         if self._encoding.raw or not self._seconds:
             return self._encoding
-        bandwidth = self._state.write_bandwidth(self._tier)
+        bandwidth = write_bandwidth(self._tier)
         slows = bandwidth is not None and self._nbytes / self._seconds < bandwidth
         return BLOSC if slows and self._is_awaited() else self._encoding
 

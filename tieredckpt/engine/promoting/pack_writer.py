@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import Buffer
-from tieredckpt.concurrency import settle
+from tieredckpt.concurrency import until_done
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.tier.written_packs import WrittenPacks
@@ -68,7 +68,7 @@ async def seal_all(
 
     loop = asyncio.get_running_loop()
     everyone = asyncio.gather(*(loop.run_in_executor(pool, work) for _ in range(min(threads, len(payloads)))))
-    await settle(everyone, waiting.clear)
+    await until_done(everyone, waiting.clear)
     return sealed
 
 
@@ -81,16 +81,16 @@ class Batch:
     key: str = field(default_factory=lambda: layout.pack_key(layout.new_pack_id()))
     """Of the pack."""
     parts: list[Buffer] = field(default_factory=list)
-    """What is written, in whole pages."""
+    """Buffers to write, in whole pages."""
     places: list[tuple[bytes, Extent]] = field(default_factory=list)
-    """Of each chunk, its digest and where it will be."""
+    """Digest and future place of each chunk."""
     lent: AsyncExitStack = field(default_factory=AsyncExitStack)
     size: int = 0
     """Bytes of the pack before its footer."""
     borrowed: int = 0
     """Bytes of the memory that was lent."""
     block: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
-    """What is left of the last block that pages were carved from."""
+    """Rest of the last block that pages were carved from."""
 
     async def borrow(self, scratch: Scratch, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory of ``nbytes``, in whole pages, until the pack is written."""
@@ -99,7 +99,7 @@ class Batch:
         return memory
 
     async def carve(self, scratch: Scratch | None, nbytes: int) -> npt.NDArray[np.uint8]:
-        """As `borrow`, for so few pages that borrowing them one by one would cost more than what is done with them.
+        """Take a few pages from a block, where `borrow` for each would cost more than the work with them.
 
         New memory where there is no scratch memory to wait for.
         """

@@ -17,6 +17,7 @@ from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
 from tieredckpt.engine.keeping.policies import is_due
 from tieredckpt.engine.opening.connect import reopen
 from tieredckpt.engine.restoring.source import SilentSource
+from tieredckpt.engine.state.promotions import promoting
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.steps import IndeterminateDelete
@@ -25,11 +26,11 @@ from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, RanksUnavail
 from tieredckpt.events import TierRecovered
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["Promote", "Promoter", "TellStuck"]
+__all__ = ["Promote", "Promoter", "ReportStuck"]
 
 Promote = Callable[[StepId, Tier], Coroutine[Any, Any, int]]
 """Copies a step to a tier; returns the bytes written."""
-TellStuck = Callable[[StepId, Tier, Exception], None]
+ReportStuck = Callable[[StepId, Tier, Exception], None]
 """Tells others that a step cannot come to a tier for now."""
 
 _log = logging.getLogger("tieredckpt")
@@ -45,7 +46,7 @@ class Promoter:
         tier: Tier,
         connect: Callable[[Tier], Awaitable[None]],
         promote: Promote,
-        tell_stuck: TellStuck | None = None,
+        report_stuck: ReportStuck | None = None,
     ) -> None:
         self.tier = tier
         self.busy: StepId | None = None
@@ -54,7 +55,7 @@ class Promoter:
         self._collector = collector
         self._connect = connect
         self._copy = promote
-        self._tell_stuck = tell_stuck
+        self._report_stuck = report_stuck
         self.stuck = tier.steps.stuck
         """Steps whose bytes cannot be had: a chunk is intact nowhere, or a tier that may have it is silent."""
         self._retry_at: dict[StepId, float] = {}
@@ -175,7 +176,7 @@ class Promoter:
     async def _promote(self, step: StepId) -> None:
         self.busy = step
         try:
-            with self._state.promoting(self.tier):  # from now on, not from when the task first runs
+            with promoting(self._state, self.tier):  # from now on, not from when the task first runs
                 self._copying = asyncio.create_task(self._copy(step, self.tier))
                 try:
                     await self._copying
@@ -192,14 +193,14 @@ class Promoter:
             # As if it had come and left for those: they are newer, and fill the tier.
             _log.warning("%s does not come to tier %r, which newer ones fill: %s", step, self.tier.name, error)
             self.tier.steps.tombstones.add(step)
-            if self._tell_stuck is not None:
-                self._tell_stuck(step, self.tier, error)
+            if self._report_stuck is not None:
+                self._report_stuck(step, self.tier, error)
         except (SilentSource, Corrupt, NotFound, Conflict, RanksUnavailable) as error:
             if step in self._state.records() and step not in self.tier.steps.tombstones:  # was not evicted meanwhile
                 _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)
                 self.stuck[step] = error
-                if self._tell_stuck is not None:
-                    self._tell_stuck(step, self.tier, error)
+                if self._report_stuck is not None:
+                    self._report_stuck(step, self.tier, error)
                 if isinstance(error, (SilentSource, RanksUnavailable)):
                     self._retry_at[step] = time.monotonic() + limits.in_force.source_retry
         finally:

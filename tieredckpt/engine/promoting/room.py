@@ -45,7 +45,7 @@ async def expected(
 
 
 def _shares(index: StepIndex) -> dict[str, float]:
-    """What a byte of each array takes in packs."""
+    """Bytes in packs for each byte of an array, by array."""
     found = {}
     for key, array in index.arrays.items():
         taken = [aligned(chunk.where.length) for chunk in array.chunks if isinstance(chunk.where, Extent)]

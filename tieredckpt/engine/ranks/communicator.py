@@ -36,7 +36,7 @@ COORDINATOR = 0
 
 
 class RanksMissing(RanksUnavailable):
-    """Some ranks did not answer; ``came`` has the answers of the others."""
+    """Raised when ranks did not answer; ``came`` has the answers of the others."""
 
     def __init__(self, message: str, ranks: Collection[int], came: Mapping[int, bytes] | None = None) -> None:
         super().__init__(message, sorted(ranks))
@@ -163,8 +163,8 @@ async def broadcast(communicator: Communicator, topic: str, data: bytes | None, 
     return data
 
 
-class _Told(msgspec.Struct, array_like=True):
-    """What rank 0 sends at the end of an exchange: the data of all ranks, or which ranks were missing."""
+class _Gathered(msgspec.Struct, array_like=True):
+    """Rank 0's answer in an exchange: the data of all ranks, or which ranks were missing."""
 
     said: list[bytes]
     missing: list[int]
@@ -180,21 +180,21 @@ async def exchange(communicator: Communicator, topic: str, data: bytes, *, timeo
         try:
             came = await gather(communicator, topic, data, timeout=timeout)
         except RanksMissing as error:
-            told = msgspec.msgpack.encode(_Told([], list(error.ranks)))
-            await communicator.send(range(1, communicator.size), topic, told)
+            gathered = msgspec.msgpack.encode(_Gathered([], list(error.ranks)))
+            await communicator.send(range(1, communicator.size), topic, gathered)
             raise
         said = [came[rank] for rank in range(communicator.size)]
-        await communicator.send(range(1, communicator.size), topic, msgspec.msgpack.encode(_Told(said, [])))
+        await communicator.send(range(1, communicator.size), topic, msgspec.msgpack.encode(_Gathered(said, [])))
         return said
     await communicator.send([COORDINATOR], topic, data)
     answer = await communicator.recv(COORDINATOR, topic, timeout=timeout + limits.in_force.wait_longer)
     try:
-        told_by_leader = msgpack_decoder(_Told).decode(answer)
+        everyone = msgpack_decoder(_Gathered).decode(answer)
     except msgspec.DecodeError as error:
-        raise Corrupt(f"what rank 0 told in {topic!r} cannot be read: {error}") from error
-    if told_by_leader.missing:
-        raise RanksMissing(_missing(told_by_leader.missing, topic, timeout), told_by_leader.missing)
-    return told_by_leader.said
+        raise Corrupt(f"the answer of rank 0 in {topic!r} cannot be read: {error}") from error
+    if everyone.missing:
+        raise RanksMissing(_missing(everyone.missing, topic, timeout), everyone.missing)
+    return everyone.said
 
 
 async def barrier(communicator: Communicator, topic: str, *, timeout: float) -> None:

@@ -44,7 +44,7 @@ class Group:
         self._silent: set[int] = set()
         """Ranks that have timed out, and from which nothing has come since."""
         self._left = False
-        self._told = 0
+        self._sent = 0
         self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._posting: asyncio.Task[None] | None = None
@@ -116,7 +116,7 @@ class Group:
         try:
             await gather(self.communicator, "close", b"", timeout=self.deadline, among=there)
         finally:
-            self.tell(Closing())
+            self.publish(Closing())
             async with asyncio.timeout(limits.in_force.last_words):
                 await self._outbox.join()
         await gather(self.communicator, "closed", b"", timeout=limits.in_force.last_words, among=there)
@@ -139,7 +139,7 @@ class Group:
         return task
 
     def start_last(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """As `start`, for the last messages of a call that was cancelled; does nothing after `close`."""
+        """Start the last messages of a cancelled call, as `start`; does nothing after `close`."""
         if self._left:
             work.close()
         else:
@@ -157,7 +157,7 @@ class Group:
         self._silent.update(ranks)
 
     async def gather(self, topic: str, data: bytes, *, timeout: float | None = None) -> dict[int, bytes]:
-        """As `gather` among all ranks, within the deadline or ``timeout`` seconds; notes which ranks time out."""
+        """Gather from all ranks, within the deadline or ``timeout`` seconds; notes which ranks time out."""
         try:
             came = await gather(self.communicator, topic, data, timeout=self.deadline if timeout is None else timeout)
         except RanksMissing as error:
@@ -169,7 +169,7 @@ class Group:
 
     # -- the log ------------------------------------------------------------------------------------------
 
-    def tell(self, message: Logged) -> None:
+    def publish(self, message: Logged) -> None:
         """Append a message to rank 0's log, which all other ranks apply in order. For rank 0; does not wait."""
         self._put(message)
 
@@ -178,10 +178,10 @@ class Group:
         self._put(message)
 
     def _put(self, message: Logged | Reported) -> None:
-        self._told += 1
-        self._outbox.put_nowait((f"log/{self._told}", encode(message)))
+        self._sent += 1
+        self._outbox.put_nowait((f"log/{self._sent}", encode(message)))
 
-    async def all_told(self) -> None:
+    async def all_sent(self) -> None:
         """At rank 0, send all messages so far, within the deadline: next, the trainer may keep this process busy."""
         if self.coordinates:
             with suppress(TimeoutError):
@@ -196,7 +196,7 @@ class Group:
                     await self.communicator.send(self.others if self.coordinates else [COORDINATOR], topic, data)
                     break
                 except RanksUnavailable as error:
-                    _log.error("rank %d cannot tell the others (%s), which is tried again: %s", self.rank, topic, error)
+                    _log.error("rank %d cannot send %s to the others, and tries again: %s", self.rank, topic, error)
                     await asyncio.sleep(limits.in_force.send_again)
             self._outbox.task_done()
 

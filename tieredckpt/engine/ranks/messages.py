@@ -38,7 +38,7 @@ __all__ = [
     "SaveAt",
     "Signalled",
     "Stuck",
-    "TierNews",
+    "TierChanged",
     "Wanted",
     "decode_said",
 ]
@@ -64,7 +64,7 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class Catalog(msgspec.Struct, frozen=True):
-    """What a shared tier holds."""
+    """Content of a shared tier."""
 
     tier: str
     known: bool
@@ -75,7 +75,7 @@ class Catalog(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """What rank 0 sends when all ranks have opened their tiers."""
+    """Answer of rank 0 when all ranks have opened their tiers."""
 
     whole: tuple[StepRecord, ...]
     """Steps of which all parts are in the ranks' RAM, without the structures."""
@@ -134,7 +134,7 @@ class CompareReplicas(msgspec.Struct, frozen=True, tag=True):
 
     attempt: str
     groups: tuple[bytes, ...]
-    """As `Save` names them."""
+    """Groups of ranks, named as in `Save`."""
 
 
 class Promote(msgspec.Struct, frozen=True, tag=True):
@@ -174,7 +174,7 @@ class Stuck(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-class TierNews(msgspec.Struct, frozen=True, tag=True):
+class TierChanged(msgspec.Struct, frozen=True, tag=True):
     """A shared tier failed, or works again."""
 
     tier: str
@@ -242,7 +242,7 @@ Logged = (
     | Promoted
     | Evicted
     | Stuck
-    | TierNews
+    | TierChanged
     | Replicate
     | Replicated
     | SaveAt

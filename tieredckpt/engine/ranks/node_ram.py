@@ -84,7 +84,7 @@ async def attached(state: State, step: StepId, known: Iterable[Tier] = ()) -> As
 
 @asynccontextmanager
 async def near(state: State, step: StepId, known: Iterable[Tier] = ()) -> AsyncIterator[Near]:
-    """Where the chunks of a step lie in the RAM of this machine, by digest; they stay there inside the block."""
+    """Places of a step's chunks in the RAM of this machine, by digest; they stay valid inside the block."""
     found: dict[bytes, tuple[Tier, Extent]] = {}
     async with attached(state, step, tuple(known)) as folders:
         for tier in folders:

@@ -30,6 +30,7 @@ from tieredckpt.engine.ranks.commit.vote import Votes
 from tieredckpt.engine.ranks.group import Group, vote
 from tieredckpt.engine.ranks.messages import Catalog, Opened
 from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into
+from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.steps import Held
@@ -47,7 +48,7 @@ Parts = dict[tuple[int, int], dict[int, bytes]]
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What rank 0 found on the shared tiers."""
+    """Content of the shared tiers, as rank 0 found it."""
 
     marker: StoreMarker
     catalogs: tuple[Catalog, ...]
@@ -230,7 +231,7 @@ class Opening:
             self._commits.homes[record.id] = homes[step]
         for record in whole:
             state.tiers[0].steps.agree(record)
-        state.adopt_line()
+        adopt_newest(state)
         held = {tuple(step) for tier in state.tiers for step in tier.steps.held}
         last = max([state.branch.last_serial, *(serial for serial, _ in parts)])
         kept = tuple(step for step in parts if step in held)
@@ -266,7 +267,7 @@ async def discard_unused(leftovers: list[Tier], kept: set[StepId]) -> None:
 
 
 def catalog_of(tier: Tier) -> Catalog:
-    """What rank 0 knows of a shared tier."""
+    """Content of a shared tier, as rank 0 knows it."""
     return Catalog(
         tier.name,
         tier.marker is not None,

@@ -39,7 +39,7 @@ from tieredckpt.engine.ranks.messages import (
     SaveAt,
     Signalled,
     Stuck,
-    TierNews,
+    TierChanged,
     Wanted,
 )
 from tieredckpt.engine.ranks.open import Opening, adopt_catalog, catalog_of, discard_unused
@@ -48,6 +48,7 @@ from tieredckpt.engine.ranks.reports import Reports
 from tieredckpt.engine.ranks.restore.restore import CollectiveRestores
 from tieredckpt.engine.ranks.schedule import Plan
 from tieredckpt.engine.saving.save import Saved
+from tieredckpt.engine.state.adoption import adopt_if_gone
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
@@ -99,7 +100,7 @@ class Ranked:
         self.reports = Reports(state, collector, group, promote_at_once)
         ram = state.config.ram
         self.replicas = Replication(state, collector, group, self.commits, ram) if ram and ram.replicas > 1 else None
-        self.plan = Plan(state, coordinates=group.coordinates, tell=self._tell_plan)
+        self.plan = Plan(state, coordinates=group.coordinates, send=self._send_plan)
         self._guards_saves = asyncio.Lock()
         """Held by the save under way: all ranks number their saves in the order of the calls."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -114,7 +115,7 @@ class Ranked:
         await self.opening.open()
         if self.replicas is not None:
             await self.replicas.open()
-        self._unsubscribe = self._state.events.subscribe(self._tell if self.group.coordinates else self._note)
+        self._unsubscribe = self._state.events.subscribe(self._report if self.group.coordinates else self._note)
         self._loop = asyncio.get_running_loop()
         self.group.begin(self._apply, self._hear)
         if self.replicas is not None and self.group.coordinates:
@@ -175,12 +176,12 @@ class Ranked:
         self._state.branch.count_from(origin)
         self._state.observation.count_save(step)
 
-    def _tell_plan(self, step: int) -> None:
+    def _send_plan(self, step: int) -> None:
         if self._loop is not None:  # asked from the trainer's thread
-            self._loop.call_soon_threadsafe(self.group.tell, SaveAt(step))
+            self._loop.call_soon_threadsafe(self.group.publish, SaveAt(step))
 
     def _save_at(self, order: SaveAt) -> None:
-        late = self.plan.told(order.step)
+        late = self.plan.received(order.step)
         if late is not None:
             with suppress(Missed):
                 attempt = self.votes.begin(late)
@@ -245,7 +246,7 @@ class Ranked:
         self._gone += gone
 
     async def _forget(self, gone: tuple[tuple[int, int], ...]) -> None:
-        """At rank 0: count steps as not in RAM any more of which another rank has dropped its part."""
+        """At rank 0: evict steps from RAM of which another rank has dropped its part."""
         first = self._state.tiers[0]
         for serial, step in gone:
             found = StepId(serial, step)
@@ -255,8 +256,8 @@ class Ranked:
 
     # -- messages of rank 0 ---------------------------------------------------------------------------
 
-    def _tell(self, event: Event) -> None:
-        """Tell the other ranks what happened to steps and shared tiers."""
+    def _report(self, event: Event) -> None:
+        """At rank 0: publish events of steps and shared tiers to the other ranks."""
         state = self._state
         if isinstance(event, CommitFailed) and event.tier is None:
             self.plan.failed(event.step)
@@ -268,24 +269,26 @@ class Ranked:
             tier = state.tier(event.tier)
             held = tier.steps.held.get(StepId(event.serial, event.step))
             if held is not None:
-                told = HeldStep(brief(held.record), held.btree_key)
-                self.group.tell(Promoted(tier.name, told, tier.used, event.seconds, event.lag))
+                promoted = HeldStep(brief(held.record), held.btree_key)
+                self.group.publish(Promoted(tier.name, promoted, tier.used, event.seconds, event.lag))
         elif isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
             if state.tier(event.tier).in_memory:
                 self.votes.parts.pop(step, None)
                 self.votes.merged_steps.forget(step)
                 self._give_back()
-            state.adopt_if_gone(step)  # as the others do
-            self.group.tell(Evicted(event.step, event.serial, event.tier))
+            adopt_if_gone(state, step)  # as the others do
+            self.group.publish(Evicted(event.step, event.serial, event.tier))
         elif isinstance(event, TierFailed) and state.tier(event.tier).shared:
-            self.group.tell(TierNews(event.tier, Failure.of(event.error), event.retry_in))
+            self.group.publish(TierChanged(event.tier, Failure.of(event.error), event.retry_in))
         elif isinstance(event, TierRecovered) and state.tier(event.tier).shared:
-            self.group.tell(TierNews(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.identity.marker))
+            self.group.publish(
+                TierChanged(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.identity.marker)
+            )
 
-    def tell_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
-        """Tell the other ranks that a step cannot be promoted to a tier for now."""
-        self.group.tell(Stuck(step.step, step.serial, tier.name, Failure.of(error)))
+    def report_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
+        """Report to the other ranks that a step cannot be promoted to a tier for now."""
+        self.group.publish(Stuck(step.step, step.serial, tier.name, Failure.of(error)))
 
     async def _apply(self, message: Logged) -> None:
         state = self._state
@@ -305,8 +308,8 @@ class Ranked:
                 state.tier(message.tier).steps.stuck[StepId(message.serial, message.step)] = message.failure.error()
             case SaveAt():
                 self._save_at(message)
-            case TierNews():
-                self._tier_news(message)
+            case TierChanged():
+                self._tier_changed(message)
             case RendezvousOpened() | RendezvousComplete():
                 self.restores.rendezvous.apply(message)
             case Replicate() if self.replicas is not None:
@@ -350,29 +353,29 @@ class Ranked:
         step, tier = StepId(evicted.serial, evicted.step), self._state.tier(evicted.tier)
         if tier.in_memory:
             if step not in tier.steps.held:
-                self._state.adopt_if_gone(step)
+                adopt_if_gone(self._state, step)
                 return
             await self._collector.evictor.let_part_go(step, tier)
             self._give_back()
         else:
             tier.steps.drop(step)
             tier.steps.tombstones.add(step)
-        self._state.adopt_if_gone(step)
+        adopt_if_gone(self._state, step)
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         if tier.in_memory:
             self._gone.remove((step.serial, step.step))  # rank 0 knows
 
-    def _tier_news(self, news: TierNews) -> None:
-        tier = self._state.tier(news.tier)
-        tier.health.error = None if news.failure is None else news.failure.error()
+    def _tier_changed(self, changed: TierChanged) -> None:
+        tier = self._state.tier(changed.tier)
+        tier.health.error = None if changed.failure is None else changed.failure.error()
         if tier.health.error is not None:
-            self._state.events.emit(TierFailed(tier.name, tier.health.error, news.retry_in))
+            self._state.events.emit(TierFailed(tier.name, tier.health.error, changed.retry_in))
             return
-        if news.marker is not None and news.marker != self._state.identity.marker:
-            self._state.identity.marker = news.marker
+        if changed.marker is not None and changed.marker != self._state.identity.marker:
+            self._state.identity.marker = changed.marker
             self.group.start(mark_ram(self._state), "mark of RAM")
-        if news.catalog is not None and self._state.identity.marker is not None:
-            adopt_catalog(tier, news.catalog, self._state.identity.marker)
+        if changed.catalog is not None and self._state.identity.marker is not None:
+            adopt_catalog(tier, changed.catalog, self._state.identity.marker)
         self._state.events.emit(TierRecovered(tier.name))
 
     async def _let_former_steps_go(self) -> None:

@@ -49,7 +49,7 @@ class Reports:
         self._collector = collector
         self._group = group
         self._promote_at_once = promote_at_once
-        self._guards_mending = asyncio.Lock()
+        self._guards_repairing = asyncio.Lock()
         self._promoting: set[tuple[StepId, str]] = set()
 
     # -- every other rank ---------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Reports:
                 self._state.observation.signal(said.name, on=said.on)
                 self._state.changed.notify()
             case Damaged():
-                self._group.start(self._mend(rank, said), f"mending of what rank {rank} found")
+                self._group.start(self._repair(rank, said), f"repairing of what rank {rank} found")
             case Wanted():
                 self._group.start(self._promote(said), f"promotion that rank {rank} asked for")
 
@@ -113,10 +113,10 @@ class Reports:
         finally:
             self._promoting.discard((step, tier.name))
 
-    async def _mend(self, rank: int, told: Damaged) -> None:
+    async def _repair(self, rank: int, told: Damaged) -> None:
         """Repair what rank 0 finds damaged itself; of many reports of one damage, the first has it repaired."""
         step, tier = StepId(told.serial, told.step), self._state.tier(told.tier)
-        async with self._guards_mending:
+        async with self._guards_repairing:
             if step not in tier.steps.held:
                 return
             _log.warning("rank %d found damage of %s on tier %r", rank, step, tier.name)
@@ -128,7 +128,7 @@ class Reports:
                 else:
                     await self._look_at_index(step, tier)
             except TieredCkptError as error:
-                _log.error("%s could not be mended on tier %r: %s", step, tier.name, error)
+                _log.error("%s could not be repaired on tier %r: %s", step, tier.name, error)
 
     async def _look_at(self, step: StepId, tier: Tier, digests: set[bytes]) -> list[Damage]:
         """Read the chunks on the tier; those that are damaged or missing there."""

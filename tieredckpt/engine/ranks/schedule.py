@@ -31,13 +31,13 @@ _REMEMBERED = 10_000
 class Plan:
     """The steps that all ranks are to save, as one rank knows them. `due` is called from the trainer's thread.
 
-    ``tell`` sends an order to the other ranks; rank 0 alone calls it.
+    ``send`` sends an order to the other ranks; rank 0 alone calls it.
     """
 
-    def __init__(self, state: State, *, coordinates: bool, tell: Callable[[int], None]) -> None:
+    def __init__(self, state: State, *, coordinates: bool, send: Callable[[int], None]) -> None:
         self._state = state
         self._leads = coordinates
-        self._tell = tell
+        self._send = send
         self._planned: deque[int] = deque()
         self._asked: deque[int] = deque(maxlen=_REMEMBERED)
         self._begin: tuple[float, int] | None = None
@@ -59,7 +59,7 @@ class Plan:
             at = step + self._steps_ahead(step)
             self._planned.append(at)
             self._last = at
-            self._tell(at)
+            self._send(at)
         return False
 
     def _steps_ahead(self, step: int) -> int:
@@ -68,7 +68,7 @@ class Plan:
         each = (time.monotonic() - since) / max(1, step - first)
         return max(1, math.ceil(self._ahead / max(each, 1e-6))) if step > first else 1
 
-    def told(self, at: int) -> int | None:
+    def received(self, at: int) -> int | None:
         """Apply rank 0's order; returns the step to give up if this rank has passed it already."""
         late = next((step for step in tuple(self._asked) if step >= at), None)
         if late is None:

@@ -19,7 +19,7 @@ __all__ = ["BackgroundRepair"]
 
 _log = logging.getLogger("tieredckpt")
 
-Mend = Callable[[StepId, Sequence[Damage], Sequence[tuple[Tier, TieredCkptError]]], Awaitable[None]]
+RepairElsewhere = Callable[[StepId, Sequence[Damage], Sequence[tuple[Tier, TieredCkptError]]], Awaitable[None]]
 """Repairs damaged chunks of a step, and its index on tiers where that could not be read."""
 
 
@@ -29,10 +29,10 @@ class BackgroundRepair:
     ``elsewhere`` has damage repaired on tiers that another process manages; None where there is no such process.
     """
 
-    def __init__(self, state: State, collector: Collector, elsewhere: Mend | None) -> None:
+    def __init__(self, state: State, collector: Collector, elsewhere: RepairElsewhere | None) -> None:
         self._state = state
         self._collector = collector
-        self._mend_elsewhere = elsewhere
+        self._repair_elsewhere = elsewhere
         self._tasks: set[asyncio.Task[None]] = set()
 
     def behind(
@@ -42,40 +42,40 @@ class BackgroundRepair:
         state = self._state
         mine = [each for each in damage if each.tier in state.tiers and state.manages(each.tier)]
         torn = [(tier, error) for tier, error in unreadable if state.manages(tier)]
-        works: list[Callable[[], Awaitable[None]]] = [partial(self.mend, step, mine, torn)] if mine or torn else []
-        if self._mend_elsewhere is not None:
+        works: list[Callable[[], Awaitable[None]]] = [partial(self.repair, step, mine, torn)] if mine or torn else []
+        if self._repair_elsewhere is not None:
             theirs = [each for each in damage if each not in mine]
             elsewhere = [each for each in unreadable if each not in torn]
-            works += [partial(self._mend_elsewhere, step, theirs, elsewhere)] if theirs or elsewhere else []
+            works += [partial(self._repair_elsewhere, step, theirs, elsewhere)] if theirs or elsewhere else []
 
         async def work() -> None:
             for each in works:
                 try:
                     await each()
                 except TieredCkptError as error:
-                    _log.error("%s could not be mended: %s", step, error)
+                    _log.error("%s could not be repaired: %s", step, error)
 
         if works:
-            task = asyncio.create_task(work(), name=f"tieredckpt heal {step}")
+            task = asyncio.create_task(work(), name=f"tieredckpt repair of {step}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def mend(
+    async def repair(
         self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]
     ) -> None:
-        """Write good bytes back where some were lost. Raises what keeps it from that."""
+        """Repair the index and the chunks of a step. Raises the error of a tier that prevents it."""
         for tier, error in unreadable:
             if not isinstance(error, TierUnavailable):
                 await repair_index(self._state, self._collector, step, tier, error)
         await repair_chunks(self._state, self._collector, step, damage)
 
     async def drained(self) -> None:
-        """Return when nothing is being mended."""
+        """Return when nothing is being repaired."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
     async def stop(self) -> None:
-        """Give up what is under way."""
+        """Cancel the repairs that are under way."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Looks for damage, and mends it from the tiers that have the bytes."""
+"""Finds damage, and repairs it with bytes from other tiers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tieredckpt.format import layout
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Unmended", "inspect", "repair_chunks", "repair_index"]
+__all__ = ["Unrepaired", "inspect", "repair_chunks", "repair_index"]
 
 _log = logging.getLogger("tieredckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Unmended:
-    """What stays damaged on a tier: arrays by key, and why. With a `Corrupt` they are intact nowhere: lost."""
+class Unrepaired:
+    """Arrays that stay damaged on a tier, and why. With a `Corrupt` they are intact nowhere: lost."""
 
     keys: tuple[str, ...]
     error: TieredCkptError
@@ -55,36 +55,36 @@ async def inspect(
         return source.damage
 
 
-async def repair_chunks(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[Unmended]:
-    """Write good bytes back to every tier that lost some; what could not be mended does not keep the rest from it."""
+async def repair_chunks(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[Unrepaired]:
+    """Repair damaged chunks on every tier; returns those that could not be repaired, which do not stop the others."""
     by_tier: dict[str, dict[bytes, Damage]] = {}
     for found in damage:
         by_tier.setdefault(found.tier.name, {})[found.digest] = found
-    unmended: list[Unmended] = []
+    unrepaired: list[Unrepaired] = []
     for name, chunks in by_tier.items():
         tier = state.tier(name)
         try:
-            left = await _mend_inline(state, collector, step, tier, chunks)
+            left = await _repair_inline(state, collector, step, tier, chunks)
             if tier.ram is not None:
-                left += await _mend_slab(state, step, tier, tier.ram, chunks)
+                left += await _repair_slab(state, step, tier, tier.ram, chunks)
             else:
-                left += await _mend_packs(state, collector, step, tier, chunks)
+                left += await _repair_packs(state, collector, step, tier, chunks)
         except TieredCkptError as error:
             if not tier.steps.keeps(step):
-                continue  # evicted meanwhile, and nothing is left to mend
-            left = [Unmended(tuple(sorted({found.key for found in chunks.values()})), error)]
+                continue  # evicted meanwhile, and nothing is left to repair
+            left = [Unrepaired(tuple(sorted({found.key for found in chunks.values()})), error)]
         for each in left:
-            _log.error("%s could not be mended on tier %r: %s", step, name, each.error)
-        unmended += left
-    return unmended
+            _log.error("%s could not be repaired on tier %r: %s", step, name, each.error)
+        unrepaired += left
+    return unrepaired
 
 
-async def _mend_inline(
+async def _repair_inline(
     state: State, collector: Collector, step: StepId, tier: Tier, chunks: dict[bytes, Damage]
-) -> list[Unmended]:
-    """Chunks in the index itself, whose checksum was right: the index is committed anew with those of another tier."""
-    left: list[Unmended] = []
-    mended: dict[str, ArrayIndex] = {}
+) -> list[Unrepaired]:
+    """Repair chunks inside the index: commit a new index with the chunks of another tier."""
+    left: list[Unrepaired] = []
+    repaired: dict[str, ArrayIndex] = {}
     origin: list[tuple[str, str, int]] = []
     async with open_source(state, step, tier) as source:
         for key, array in source.index.arrays.items():
@@ -96,20 +96,22 @@ async def _mend_inline(
                     if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
                         continue
                     origin.append((key, good.name, nbytes))
-                    better = [*mended.get(key, array).chunks]
+                    better = [*repaired.get(key, array).chunks]
                     better[ordinal] = Chunk(chunk.digest, memory[:nbytes].tobytes())
-                    mended[key] = ArrayIndex(array.grid, array.dtype, better)
-    if mended:
-        index = StepIndex(source.index.record, {**source.index.arrays, **mended})
-        why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(mended))!r} in the index are damaged")
+                    repaired[key] = ArrayIndex(array.grid, array.dtype, better)
+    if repaired:
+        index = StepIndex(source.index.record, {**source.index.arrays, **repaired})
+        why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(repaired))!r} in the index are damaged")
         await repair_index(state, collector, step, tier, why, index)
         for key, name, nbytes in origin:
             state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, name, nbytes))
     return left
 
 
-async def _mend_slab(state: State, step: StepId, tier: Tier, ram: Ram, chunks: dict[bytes, Damage]) -> list[Unmended]:
-    left: list[Unmended] = []
+async def _repair_slab(
+    state: State, step: StepId, tier: Tier, ram: Ram, chunks: dict[bytes, Damage]
+) -> list[Unrepaired]:
+    left: list[Unrepaired] = []
     async with open_source(state, step, tier) as source:
         for key, array in source.index.arrays.items():
             for ordinal, chunk in enumerate(array.chunks):
@@ -127,13 +129,13 @@ async def _mend_slab(state: State, step: StepId, tier: Tier, ram: Ram, chunks: d
     return left
 
 
-async def _mend_packs(
+async def _repair_packs(
     state: State, collector: Collector, step: StepId, tier: Tier, chunks: dict[bytes, Damage]
-) -> list[Unmended]:
+) -> list[Unrepaired]:
     """Packs are immutable: the chunks go into a new one, and the step's index points there from then on."""
     lost: dict[bytes, Extent] = {}
     origin: dict[bytes, tuple[str, int]] = {}
-    left: list[Unmended] = []
+    left: list[Unrepaired] = []
     async with open_source(state, step, tier) as source:
         for key, array in source.index.arrays.items():
             for ordinal, chunk in enumerate(array.chunks):
@@ -161,13 +163,13 @@ async def _mend_packs(
 
 
 async def _read_good(
-    source: StepSource, tier: Tier, key: str, ordinal: int, memory: npt.NDArray[np.uint8], left: list[Unmended]
+    source: StepSource, tier: Tier, key: str, ordinal: int, memory: npt.NDArray[np.uint8], left: list[Unrepaired]
 ) -> Tier | None:
     """Fill ``memory`` with a chunk that is damaged on a tier; whence, or None, and then it is added to ``left``."""
     try:
         return await source.read(key, ordinal, memory, bad=tier)
     except (Corrupt, TierUnavailable) as error:
-        left.append(Unmended((layout.array_key(key),), error))
+        left.append(Unrepaired((layout.array_key(key),), error))
         return None
 
 

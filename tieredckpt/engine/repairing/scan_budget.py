@@ -12,7 +12,7 @@ __all__ = ["Place", "Scan"]
 T = TypeVar("T")
 
 Place = tuple[str, int, bytes]
-"""Where a chunk lies: pack, offset and digest."""
+"""Place of a chunk: pack, offset and digest."""
 
 _BATCH = 64 << 20
 _BATCH_SECONDS = 0.25
@@ -20,7 +20,7 @@ _BATCH_SECONDS = 0.25
 
 
 class Scan:
-    """What one verification of many steps on one tier has seen so far.
+    """Progress of one verification of many steps on one tier.
 
     ``pace`` bounds the bytes read a second.
     """
@@ -28,7 +28,7 @@ class Scan:
     def __init__(self, pace: Pace | None = None) -> None:
         self._pace = pace or Pace(None)
         self.intact: dict[Place, bool] = {}
-        """What was found where."""
+        """Whether the chunk at each place was intact."""
 
     def batches(self, items: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
         """``items`` with their bytes, cut into what is read in one go; an item alone may be more."""

@@ -1,4 +1,4 @@
-"""Scrubs whole tiers: every chunk once, every commit, the footers of the packs and the marker; mends on request."""
+"""Scrubs whole tiers: every chunk once, every commit, the footers of the packs and the marker; repairs on request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def scrub(
         state: of the engine.
         collector: of the engine.
         tiers: to look at.
-        repair: mend what is damaged, from whichever tier has it; on the tiers that this rank manages.
+        repair: repair what is damaged, from whichever tier has it; on the tiers that this rank manages.
         rate: bytes a second that are read at most.
         progress: called with the bytes of each part that was read, from any thread.
 
@@ -45,21 +45,21 @@ async def scrub(
     """
     found: list[Verified] = []
     for tier in tiers:
-        scan, mend = Scan(Pace(rate)), repair and state.manages(tier)
+        scan, repairs = Scan(Pace(rate)), repair and state.manages(tier)
         if not tier.answers or tier.marker is None:
             if state.read_only and isinstance(tier.health.error, NotFound):
                 continue  # it was never made, or ended with its process
             found.append(Verified(None, tier.name, 0, (), False, f"it does not answer: {tier.health.error}"))
             continue
-        if (marker := await _check_marker(state, tier, repair=mend)) is not None:
+        if (marker := await _check_marker(state, tier, repair=repairs)) is not None:
             found.append(marker)
         for step in sorted({*tier.steps.held, *tier.steps.damaged}, reverse=True):
             if step in tier.steps.held or step in tier.steps.damaged:
                 with suppress(NotFound):  # evicted meanwhile
                     found.append(
-                        await verify_on(state, collector, step, tier, repair=mend, progress=progress, scan=scan)
+                        await verify_on(state, collector, step, tier, repair=repairs, progress=progress, scan=scan)
                     )
-        if not tier.in_memory and (footers := await _check_footers(state, collector, tier, repair=mend)) is not None:
+        if not tier.in_memory and (footers := await _check_footers(state, collector, tier, repair=repairs)) is not None:
             found.append(footers)
     return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))
 

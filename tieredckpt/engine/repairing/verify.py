@@ -1,4 +1,4 @@
-"""Verifies what a tier holds of a step, and has it mended on request."""
+"""Verifies what a tier holds of a step, and has it repaired on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Verified", "verify_on", "verify_step"]
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What verifying a step on a tier found."""
+    """Result of verifying a step on a tier."""
 
     id: StepId | None
     """None for what belongs to no step: a tier's marker, the footers of its packs."""
@@ -33,9 +33,9 @@ class Verified:
     """
     repaired: bool
     problem: str
-    """What is wrong, or why the tier could not be read; empty when all of the step was found intact."""
+    """Description of the damage, or why the tier could not be read; empty if the whole step is intact."""
     lost: tuple[str, ...] = ()
-    """Those of the damaged that are intact on no tier, as an attempt to mend them has shown."""
+    """Damaged arrays that no tier has intact, as an attempt to repair them has shown."""
 
     @property
     def intact(self) -> bool:
@@ -53,7 +53,7 @@ async def verify_step(
     repair: bool,
     progress: Callable[[int], None] | None,
 ) -> list[Verified]:
-    """As `verify_on`, for a step by its number, on one tier or on every tier that holds it. Raises `NotFound`."""
+    """Verify a step by its number, on one tier or on every tier that holds it, as `verify_on`. Raises `NotFound`."""
     step = state.find(number, serial, damaged=number is not None)
     tiers = [state.tier(name)] if name is not None else list(state.tiers)
     holding = [tier for tier in tiers if step in tier.steps.held or step in tier.steps.damaged]
@@ -62,8 +62,8 @@ async def verify_step(
     found = []
     for tier in holding:
         try:
-            mend = repair and state.manages(tier)
-            found.append(await verify_on(state, collector, step, tier, repair=mend, progress=progress))
+            repairs = repair and state.manages(tier)
+            found.append(await verify_on(state, collector, step, tier, repair=repairs, progress=progress))
         except NotFound:
             if tier is holding[-1] and not found:
                 raise  # else it left a tier meanwhile, and what the others hold is told all the same
@@ -80,7 +80,7 @@ async def verify_on(
     progress: Callable[[int], None] | None = None,
     scan: Scan | None = None,
 ) -> Verified:
-    """Read all of a step on a tier that holds it, compare every digest, and mend what is damaged if asked.
+    """Read all of a step on a tier that holds it, compare every digest, and repair what is damaged if asked.
 
     Its index is read from the tier as well, though this process may know it. ``progress`` is called with the bytes
     of each part that was read, from any thread; what ``scan`` has seen is not read again. Raises `NotFound` when
@@ -118,13 +118,13 @@ async def _verify_on(
             return await _with_another_index(state, collector, step, tier, error, remembered, repair=repair)
     if not damage:
         return Verified(step, tier.name, nbytes, (), False, "")
-    unmended = await repair_chunks(state, collector, step, damage) if repair else []
+    unrepaired = await repair_chunks(state, collector, step, damage) if repair else []
     if repair and not tier.steps.keeps(step):
         raise _left(step, tier)
     keys = tuple(sorted({found.key for found in damage}))
-    lost = {key for each in unmended if isinstance(each.error, Corrupt) for key in each.keys}
-    problem = str(unmended[0].error if unmended else damage[0].error)
-    return Verified(step, tier.name, nbytes, keys, repair and not unmended, problem, tuple(sorted(lost)))
+    lost = {key for each in unrepaired if isinstance(each.error, Corrupt) for key in each.keys}
+    problem = str(unrepaired[0].error if unrepaired else damage[0].error)
+    return Verified(step, tier.name, nbytes, keys, repair and not unrepaired, problem, tuple(sorted(lost)))
 
 
 async def _with_another_index(

@@ -21,7 +21,7 @@ from tieredckpt.concurrency import in_thread, together
 from tieredckpt.config.lossy import LossyRule
 from tieredckpt.engine.restoring.rules import as_recorded, first_rules, rounding_of
 from tieredckpt.engine.restoring.source import StepSource
-from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.state import DerivedState, State
 from tieredckpt.engine.tier.tier import RoundedChunk, Tier, ToRound
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
@@ -77,9 +77,9 @@ class RoundedSource(StepSource):
 
     exact: StepSource | None = field(kw_only=True, default=None)
     bounds: Mapping[str, Bound] = field(kw_only=True, default_factory=dict)
-    """Of the arrays that are rounded, by storage key."""
+    """Bounds of the arrays that are rounded, by storage key."""
     remembered: dict[ToRound, RoundedChunk] = field(kw_only=True, default_factory=dict)
-    """What the tier remembers of the chunks."""
+    """Results of earlier roundings, which the tier remembers."""
 
     @classmethod
     @asynccontextmanager
@@ -88,7 +88,7 @@ class RoundedSource(StepSource):
 
         Raises as `StepSource.open` and `StepSource.read`.
         """
-        async with StepSource.open(state.exact or state, step) as exact:
+        async with StepSource.open(_exact(state), step) as exact:
             plan = await in_thread(_Plan.of, exact.index, tier.config.lossy)
             index = await _rounded_index(state, exact, tier, plan)
             yield cls(state, step, exact.tier, index, exact=exact, bounds=plan.bounds, remembered=tier.rounded)
@@ -134,10 +134,10 @@ class DerivedSource(StepSource):
             return again
 
     async def _derive(self, key: str, ordinal: int, memory: Bytes) -> Tier | None:
-        """Fill ``memory`` with the chunk by the step's own rules; whence, None if it is not what it was."""
+        """Derive a chunk again from an exact copy by the step's rules; the tier read, or None if the digest differs."""
         array, how = self.index.arrays[key], self.index.record.derived
         nbytes, wanted = array.grid.cell_nbytes, array.chunks[ordinal].digest
-        async with StepSource.open(self.state.exact or self.state, self.step) as exact:
+        async with StepSource.open(_exact(self.state), self.step) as exact:
             there = exact.index.arrays.get(key)
             if there is None or there.grid != array.grid or there.dtype != array.dtype:
                 return None
@@ -153,7 +153,7 @@ class DerivedSource(StepSource):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the rules of a tier do to the arrays of a step."""
+    """Effect of a tier's rules on the arrays of a step."""
 
     rules: tuple[Rule, ...]
     chosen: Mapping[str, int]
@@ -247,3 +247,8 @@ def _round(memory: Bytes, dtype: np.dtype[Any], bound: Bound) -> RoundedChunk | 
     """Round a chunk in place; None if it is to stay as it was, which ``memory`` may not have any more."""
     worst = round_values(memory, dtype, bound)
     return None if worst is None else RoundedChunk(digest_array(memory), worst)
+
+
+def _exact(state: State) -> State:
+    """The state of the exact steps, from which ``state`` derives its own."""
+    return state.exact if isinstance(state, DerivedState) else state

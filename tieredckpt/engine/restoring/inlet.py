@@ -30,7 +30,7 @@ __all__ = ["DeviceOverlap", "Inlet", "landing_together"]
 
 
 class _OfThread(threading.local):
-    """What a thread has in flight, while it is in a block of `landing_together`: by restore, the keys of arrays."""
+    """Copies that a thread has in flight inside `landing_together`: by restore, the keys of arrays."""
 
     links: dict[Inlet, Link[str]] | None = None
 
@@ -79,7 +79,7 @@ class Inlet:
         there: tuple[slice, ...],
         nbytes: int,
     ) -> DeviceOverlap:
-        """What copies some items of a chunk, as `DeviceOverlap` says. Call it for all of them before one copies."""
+        """Make the `DeviceOverlap` that copies some items of a chunk. Make all of them before the first one copies."""
         self._largest = max(self._largest, nbytes)
         return DeviceOverlap(self, key, cell, items, target, there, nbytes)
 
@@ -129,7 +129,7 @@ def _naming(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceOverlap:
-    """Some items of a chunk, and the memory of a device where they go."""
+    """Some items of a chunk, and the device memory that they are copied to."""
 
     inlet: Inlet
     key: str

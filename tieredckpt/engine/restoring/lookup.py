@@ -23,7 +23,7 @@ StepCopy = tuple[StepId, StepRecord | None, State | None]
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a caller of `restore` asks for, which all ranks must ask for alike."""
+    """The step that a caller of `restore` wants; all ranks must want the same."""
 
     step: int | None
     whole: bool
@@ -38,7 +38,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 async def copies(state: State, step: int | None, tier: str | None = None) -> list[StepCopy]:
-    """What ``restore(lossy=True)`` takes a step from: the step as it was saved, then each lossy copy, nearest first.
+    """Candidates of ``restore(lossy=True)``: the exact step, then each lossy copy, nearest first.
 
     Without a number, the lossy copies of a newer step take the place of both. ``tier`` names the one tier whose lossy
     copy is wanted. Raises as `look_up` where there is nothing to take.
@@ -68,8 +68,8 @@ def find_derived(state: State, step: int | StepId | None, tier: str | None = Non
     found = [
         (held, each)
         for each in state.derivations
-        for held in each.tiers[-1].steps.held
-        if step in (None, held, held.step) and tier in (None, each.tiers[-1].name)
+        for held in each.target.steps.held
+        if step in (None, held, held.step) and tier in (None, each.target.name)
     ]
     order = ((step is not None and state.on_line(held.serial), held) for held, _ in found)
     chosen = max(order, default=(False, None))[1]

@@ -23,14 +23,14 @@ class Moved(NotFound):
 def places(state: State, step: StepId) -> Hashable:
     """Which tiers hold a step, and which commits of it."""
     held = [(tier.name, tier.steps.catalogued.stamps.get(step)) for tier in state.tiers if step in tier.steps.held]
-    return tuple(held), id(state.read_only_steps.get(step))
+    return tuple(held), id(state.reader.ram_steps.get(step))
 
 
 async def has_moved(state: State, step: StepId, before: Hashable) -> bool:
     """Look once more, where nothing is written: whether a step is not in the same places as before."""
-    if state.look_anew is None:
+    if state.reader.refresh is None:
         return False
-    await state.look_anew()
+    await state.reader.refresh()
     return places(state, step) != before
 
 
@@ -41,7 +41,7 @@ async def unless_moved(state: State, step: StepId) -> AsyncIterator[None]:
     try:
         yield
     except (Corrupt, NotFound, TierUnavailable) as error:
-        if state.look_anew is None or isinstance(error, Moved):
+        if state.reader.refresh is None or isinstance(error, Moved):
             raise
         # Who does not answer now would not answer a second look either.
         if isinstance(error, TierUnavailable) and places(state, step) == before:

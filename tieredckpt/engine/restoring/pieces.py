@@ -28,15 +28,15 @@ __all__ = ["NOTHING", "Form", "Overlap", "Piece", "Target", "box_of", "deliver",
 Bytes = npt.NDArray[np.uint8]
 
 NOTHING: Bytes = np.empty(0, dtype=np.uint8)
-"""Where nothing of a chunk goes."""
+"""Target of a chunk of which no byte is wanted."""
 
 
 Target = npt.NDArray[Any] | DeviceTarget
-"""What an array of a step is read into."""
+"""Memory that an array of a step is read into."""
 
 
 class Form(NamedTuple):
-    """What an array is that is asked for, whole or as a box of one."""
+    """Shape and dtype of a wanted array, or of a box of one."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Some items of a chunk, and where they go."""
+    """Some items of a chunk, and their target."""
 
     cell: tuple[int, ...]
     """Shape of the chunk's cell."""
@@ -75,7 +75,7 @@ class Piece:
 
     @property
     def extent(self) -> Extent:
-        """Where it lies, outside the index."""
+        """Place of the chunk outside the index."""
         assert isinstance(self.chunk.where, Extent)
         return self.chunk.where
 
@@ -198,7 +198,7 @@ class _Stored:
         self._boxes = Boxes([box for box, _ in self._blocks])
 
     def meeting(self, box: Box) -> Iterator[tuple[Box, str, Box]]:
-        """Those that have items of ``box``: each one's box, its storage key, and the box of these items."""
+        """Stored boxes that overlap ``box``: each one's box, its storage key, and the box of the common items."""
         for place in self._boxes.meeting(box):
             block, name = self._blocks[place]
             shared = block.intersection(box)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.blobs.wrap import Overdue
-from tieredckpt.concurrency import in_thread, settle, together
+from tieredckpt.concurrency import in_thread, together, until_done
 from tieredckpt.engine import limits
 from tieredckpt.engine.restoring.inlet import Inlet, landing_together
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece, Target, deliver, pieces_of, put_small
@@ -191,7 +191,7 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
     loop = asyncio.get_running_loop()
     threads = min(state.config.copy_threads, len(pieces))
     everyone = asyncio.gather(*(loop.run_in_executor(state.pool, work) for _ in range(threads)), return_exceptions=True)
-    ended = await settle(everyone, waiting.clear)  # nothing writes into the caller's arrays any more
+    ended = await until_done(everyone, waiting.clear)  # nothing writes into the caller's arrays any more
     for error in ended:
         if error is not None:
             raise error
@@ -206,7 +206,7 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
 
 
 def _chunk(piece: Piece) -> tuple[Chunk, int]:
-    """What pieces have in common that are read once."""
+    """The chunk that pieces have in common; it is read once."""
     return piece.chunk, piece.nbytes
 
 

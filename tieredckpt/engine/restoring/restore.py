@@ -24,7 +24,8 @@ from tieredckpt.engine.restoring.restored import Restored
 from tieredckpt.engine.restoring.source import ChosenStep, Damage, StepSource
 from tieredckpt.engine.restoring.targets import check_memory, empty_targets, given_on_device, new_on_device
 from tieredckpt.engine.restoring.views import damage_of, view_step
-from tieredckpt.engine.state.state import State, numbers
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.views import numbers
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
@@ -55,7 +56,7 @@ Repair = Callable[[StepId, Sequence[Damage], Unreadable], None]
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the caller says of the tree that it gets; see `CheckpointStore.restore`."""
+    """Options of a caller about the tree; see `CheckpointStore.restore`."""
 
     keys: Sequence[str] | None
     like: Any
@@ -63,12 +64,12 @@ class _Shape:
     as_: MadeAs | Literal["specs"]
     cast: bool
     streams: Mapping[Device, Stream]
-    """Those on which the trainer works."""
+    """Streams on which the trainer works."""
     copy: bool
 
 
 class Together(Protocol):
-    """What a restore asks of the mode: to act together with the other ranks."""
+    """The part of a mode that a restore uses to act together with the other ranks."""
 
     async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run this rank's work of a restore. Raises if it fails on any rank."""
@@ -88,7 +89,7 @@ class Together(Protocol):
 
     @property
     def chosen(self) -> ChosenStep | None:
-        """What all ranks restore at present; None for one rank."""
+        """The step that all ranks restore at present; None for one rank."""
         ...
 
     async def begin_reading(self) -> bool:
@@ -244,7 +245,7 @@ class Restorer:
         return read
 
     async def _fill_lossy(self, step: StepId, targets_for: Callable[[StepIndex], Arrays], derivation: State) -> Read:
-        """As `_fill`, from a lossy copy; what is damaged there is told, and mended by a verification."""
+        """Fill the targets from a lossy copy; damage there is logged, and repaired by a verification."""
         tier = derivation.tiers[-1]
         async with open_source(derivation, step, tier) as source:
             targets = await asyncio.to_thread(targets_for, source.index)
@@ -269,7 +270,7 @@ class Restorer:
         return Read(step, record, dict(targets), sources)
 
     def _reach(self, drivers: Collection[Driver]) -> None:
-        """Register what chunks lie in or pass through for the devices, range by range, while it is read."""
+        """Register the slab and scratch memory with the devices, range by range, while a restore reads."""
         if not drivers:
             return
         ram, memory = self._state.tiers[0].ram, self._state.host_memory
@@ -288,7 +289,7 @@ class Restorer:
         """Read-only arrays: views of RAM, and copies of what does not lie there in one piece.
 
         Returns:
-            The arrays, and what verifies the views, which raises `Corrupt` and mends them. None when the step is
+            The arrays, and what verifies the views, which raises `Corrupt` and repairs them. None when the step is
             not in RAM.
         """
         begin = time.monotonic()
@@ -349,8 +350,8 @@ def _fit(
         return wanted, fitted, forms, _Fillable(_given(fitted.leaves, shape.streams), {})
     leaves = {leaf.key: leaf for leaf in fitted.leaves}
     # Pieces of one tensor are put together on the host, and other dtypes are cast there.
-    wholes = {key: leaf for key, leaf in leaves.items() if leaf.part is None and device_view(leaf) is not None}
-    new = {key: wholes[key] for key in wholes.keys() - fitted.cast} if shape.copy else {}
+    whole_leaves = {key: leaf for key, leaf in leaves.items() if leaf.part is None and device_view(leaf) is not None}
+    new = {key: whole_leaves[key] for key in whole_leaves.keys() - fitted.cast} if shape.copy else {}
     forms |= {key: Form(leaf.shape, leaf.dtype) for key, leaf in leaves.items() if key not in new}
     return wanted, fitted, forms, _Fillable({}, new)
 
@@ -366,7 +367,7 @@ def _given(leaves: Sequence[ArrayLeaf], streams: Mapping[Device, Stream]) -> dic
 
 @dataclass(frozen=True, slots=True)
 class _Fillable:
-    """What is filled beside new arrays of the host."""
+    """Targets that are filled beside new arrays of the host."""
 
     given: Mapping[str, Target]
     like: Mapping[str, ArrayLeaf]

@@ -1,4 +1,4 @@
-"""Where the bytes of a step come from: chunk by chunk, from the nearest tier that has them intact."""
+"""Sources of a step's bytes: reads each chunk from the nearest tier that has it intact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.engine.restoring.moved import unless_moved
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.state.merged_ram import MergedRam, Near
-from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.state import State, lossy_hint
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
@@ -91,9 +91,9 @@ class StepSource:
     progress: Callable[[int], None] | None = None
     """Told the bytes of each part that was read; from any thread."""
     near: Near | None = None
-    """Of several ranks: where chunks of the step are in the RAM of this machine; the index need not tell."""
+    """With several ranks: places of the step's chunks in the RAM of this machine, which the index may not name."""
     passing: Passing | None = None
-    """Of several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
+    """With several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
     _bad: set[tuple[str, Extent | bytes]] = field(default_factory=set)
     """Places, by tier, that turned out not to have their chunk intact."""
     _overdue: set[str] = field(default_factory=set)
@@ -128,7 +128,7 @@ class StepSource:
     ) -> AsyncIterator[StepSource]:
         if step in state.deleting:
             raise NotFound(f"{step} is being deleted")
-        merged = chosen or (state.read_only_steps.get(step) if only is None else None)
+        merged = chosen or (state.reader.ram_steps.get(step) if only is None else None)
         if merged is not None:
             passing = None if chosen is None else chosen.passing
             async with merged.near() as near:
@@ -202,7 +202,7 @@ class StepSource:
                     yield tier, extent  # of another step, or of this one after a repair
 
     def _where(self, tier: Tier, index: StepIndex, key: str, ordinal: int, digest: bytes) -> Extent | bytes | None:
-        """Where a tier's index of the step has a chunk; parts of ranks are cut as the whole step need not be."""
+        """Place of a chunk in a tier's index of the step; parts of ranks may have another grid than the whole step."""
         array = index.arrays.get(key)
         if array is not None and ordinal < len(array.chunks) and array.chunks[ordinal].digest == digest:
             return array.chunks[ordinal].where
@@ -322,13 +322,13 @@ class StepSource:
             f"array {layout.array_key(key)!r} of {self.step} is lost: no tier has its chunk {ordinal} intact"
             + (f" (last: {last})" if last else "")
             + "; older steps may be whole, see `tieredckpt ls`"
-            + self.state.lossy_hint(self.step.step)
+            + lossy_hint(self.state.derived, self.step.step)
         )
 
     async def _in_turn(
         self, key: str, ordinal: int, digest: bytes, bad: Tier | None
     ) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
-        """As `candidates`, without what ``bad`` was found not to have; then those that had not answered in time.
+        """Yield `candidates` without those that ``bad`` lacks; then those that had not answered in time.
 
         Each of these as often as its tier tries again what failed.
         """
@@ -365,7 +365,7 @@ class StepSource:
 
 
 def _level(state: State, error: TieredCkptError) -> int:
-    """How loud to tell what was not found: beside a writer, which evicts it at any time, that is in order."""
+    """Log level for a missing copy: only INFO in a reader, beside which a writer may evict steps at any time."""
     return logging.INFO if state.read_only and isinstance(error, NotFound) else logging.WARNING
 
 

@@ -47,7 +47,7 @@ def empty_targets(step: StepId, forms: Mapping[str, Form]) -> dict[str, npt.NDAr
 
 
 def given_on_device(leaf: ArrayLeaf, ready: Mapping[Device, Event]) -> DeviceTarget | None:
-    """What the leaf has in the memory of a device, to be filled once that is ``ready``; None for one on the host."""
+    """Device memory of a leaf, to be filled once that is ``ready``; None for a leaf on the host."""
     found = device_view(leaf)
     return None if found is None else DeviceTarget(*found, leaf.shape, leaf.dtype, ready.get(found[0]))
 
@@ -107,14 +107,14 @@ def check_memory(index: StepIndex, targets: Mapping[str, Target]) -> None:
 
 
 def _span(target: Target) -> tuple[str, int, int]:
-    """In which memory it lies, and where there."""
+    """The memory that a target lies in, and its first and last address there."""
     if isinstance(target, DeviceTarget):
         return target.span
     return "", target.ctypes.data, target.ctypes.data + target.nbytes
 
 
 def _content(index: StepIndex, name: str, target: Target) -> Hashable:
-    """What tells the bytes that the step has for a target: the blocks of its array that it meets, and their digests."""
+    """Identify the bytes that the step has for a target: the blocks of its array that overlap it, and their digests."""
     key, box = box_of(name, target.shape)
     blocks = index.blocks(key)
     meeting = [blocks[place] for place in Boxes([block for block, _ in blocks]).meeting(box)]

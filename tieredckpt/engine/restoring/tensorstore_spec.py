@@ -23,7 +23,7 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
 
     Raises `NotFound` for a step, tier or key that is not there.
     """
-    state = next((each for each in state.derivations if each.tiers[-1].name == name), state)
+    state = next((each for each in state.derivations if each.target.name == name), state)
     found = state.find(step)
     tier = state.tier(name) if name is not None else _whole_on(state, found)
     async with unless_moved(state, found):

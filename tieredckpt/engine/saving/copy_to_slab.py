@@ -83,13 +83,13 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
         elif not has_room(slab, need):
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
         elif slab.spare < need and not slab.awaits_memory:
-            await state.make_readers_yield(must=False)
+            await state.ram_gate.make_readers_yield(must=False)
             await _evict_and_not_grow(collector, tier)
         slab.expect(2 * need, at_least=need)  # for two snapshots, so that later saves wait for no memory
         if slab.spare < need:  # what is there is filled meanwhile
             state.pool.submit(_grow, slab, slab.used + need, lambda: not ended.is_set())
         while snapshot.pending:
-            with state.copying():
+            with state.ram_gate.copying():
                 await copy_cells(state, snapshot, index)
             if snapshot.full:
                 if _size(snapshot) > slab.capacity:  # what was unchanged has left, or the slab could not grow
@@ -145,12 +145,12 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
     patience = time.monotonic() + limits.in_force.wait_for_room
     if await collector.make_room(tier, enough):
         return
-    await state.make_readers_yield(must=True)
+    await state.ram_gate.make_readers_yield(must=True)
     while not await collector.make_room(tier, enough):
         left = patience - time.monotonic()
         if when_full == "wait" and left > 0 and _waiting_helps(state, tier):
             await state.changed.wait(min(left, limits.in_force.look_for_room))
-            await state.make_readers_yield(must=True)  # one that gave way may have begun anew
+            await state.ram_gate.make_readers_yield(must=True)  # one that gave way may have begun anew
             continue
         if when_full != "skip" and await collector.replace_oldest(tier, enough):
             return

@@ -1,4 +1,6 @@
-"""What the rooms share: the tiers, the step table, the branch that the training continues, observations.
+"""The state that the rooms share: tiers, step table, branch, membership, observation.
 
-In: what other rooms learn. Out: `State`, `StepTable`, `Branch`, `FailureHistory`. Does no I/O of its own.
+In: what other rooms learn. Out: `State` and `DerivedState`, and the parts that a room gets alone: `StepTable`,
+`Branch`, `Membership`, `Observation`, `RamGate`, `FailureHistory`. `adoption` chooses the branch that a process
+continues, `promotions` counts and reports promotions, `views` makes what policies see. Does no I/O of its own.
 """

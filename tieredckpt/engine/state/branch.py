@@ -42,10 +42,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """What a save continues."""
+    """The branch that a save continues."""
 
     line: Line
-    """Of the branch before it."""
+    """Serials of the branch before it."""
     restored_from: int | None
     newest: StepId | None
     """The newest step of the branch that was trained when it was called."""
@@ -100,7 +100,7 @@ class Branch:
     # -- saves --------------------------------------------------------------------------------------------
 
     def decide(self, step: int, origin: Origin | None, *, overwrite: bool) -> Continued:
-        """What a save of ``step`` continues whose turn has come; ``origin`` is that of when it was called."""
+        """Decide at its turn which branch a save of ``step`` continues; ``origin`` is the last restore before it."""
         line, newest, restored_from, lossy = self.line, self._newest(), self.restored_from, self.lossy
         if self._pending:
             newest, before = next(reversed(self._pending.items()))
@@ -136,7 +136,7 @@ class Branch:
             self.lossy = record.provenance.get(RESTORED_LOSSY, "")
 
     def continued_by(self, step: StepId) -> Continued:
-        """What a save continues that is not committed yet."""
+        """The branch that a save continues which is not committed yet."""
         return self._pending[step]
 
     # -- schedules ----------------------------------------------------------------------------------------

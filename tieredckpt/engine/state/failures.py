@@ -19,24 +19,24 @@ _TRAINED = "trained_seconds"
 _STALLED = "stalled_seconds"
 _LOST = "lost_seconds"
 _MOST = 2.0**53
-"""Of failures, and of seconds; what a step says beyond that is made up."""
+"""Maximum of failures and of seconds that a step may claim."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureHistory:
-    """What happened to a store's trainers before this one."""
+    """History of a store's earlier trainers."""
 
     failures: int = 0
-    """Those that ended without closing the store."""
+    """Trainers that ended without closing the store."""
     trained_seconds: float = 0.0
     """How long they ran, together."""
     stalled_seconds: float = 0.0
-    """What saves took from them."""
+    """Training time that saves took."""
     lost_seconds: float = 0.0
-    """What the dead had trained since their last save."""
+    """Training since the last save of each trainer that died."""
 
     def provenance(self, running: float, stalled: float) -> dict[str, str]:
-        """What a step tells the next trainer, saved after so many seconds of this one, stalled ones among them."""
+        """Provenance of a step for the next trainer; it was saved after ``running`` seconds, ``stalled`` among them."""
         return {
             _FAILURES: str(self.failures),
             _TRAINED: f"{self.trained_seconds + running:.1f}",
@@ -46,7 +46,7 @@ class FailureHistory:
 
 
 def failure_history(newest: StepRecord | None, dead: Iterable[Holder]) -> FailureHistory:
-    """What the newest step tells, and the leases of the dead found at opening.
+    """The failure history from the newest step and the stale leases found at opening.
 
     A trainer has a lease on every tier and counts once. One that was counted before counts no more, though its
     lease may lie on a tier that could not be read then: it neither saved the newest step nor began after it.
@@ -72,7 +72,7 @@ def _saved(holder: Holder, record: StepRecord | None) -> bool:
 
 
 def _stored(record: StepRecord | None) -> FailureHistory:
-    """Of a step that an older version saved, or that holds no numbers: nothing."""
+    """The history that a step stores; empty for steps of older versions and for damaged numbers."""
     if record is None:
         return FailureHistory()
     try:

@@ -1,14 +1,23 @@
-"""The ranks that make every step together, as one of them sees its steps; a group of one where it is alone."""
+"""Membership of a process in the group of ranks that save together; the group has one member in a process alone."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import StepId, StepIndex
 
-__all__ = ["Membership", "Streamed"]
+__all__ = ["Membership", "Role", "Streamed"]
+
+
+class Role(enum.Enum):
+    """Which part of the work on a store a process does."""
+
+    WHOLE = "saves and promotes"
+    TRAINER = "saves, and has an agent that promotes"
+    AGENT = "promotes what a trainer saves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,7 @@ class Membership:
     size: int = 1
     local_ranks: tuple[int, ...] = (0,)
     """The ranks of this machine, this one included."""
+    role: Role = Role.WHOLE
     streamed: dict[StepId, Streamed] = field(default_factory=dict)
     """This rank's parts of steps that RAM could not hold, until they are committed."""
     undecided: set[StepId] = field(default_factory=set)

@@ -13,7 +13,7 @@ from tieredckpt.format.ocdbt import Extent
 __all__ = ["MergedRam", "Near"]
 
 Near = Mapping[bytes, tuple[Tier, Extent]]
-"""Where chunks lie in the RAM of this machine, by digest."""
+"""Places of chunks in the RAM of this machine, by digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,6 @@ class MergedRam:
     tier: Tier
     """The nearest tier with an index of it."""
     index: StepIndex
-    """Of the whole step."""
+    """Index of the whole step."""
     near: Callable[[], AbstractAsyncContextManager[Near]]
     """Keeps what this machine's RAM has of the step while it is read."""

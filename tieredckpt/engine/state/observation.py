@@ -25,9 +25,9 @@ class Observation:
     """Seconds since the epoch."""
     observed: Observed = field(init=False)
     history: FailureHistory = field(default_factory=FailureHistory)
-    """What is known of the trainers before this one."""
+    """Failures of the trainers before this one."""
     signals: set[str] = field(default_factory=set)
-    """What the trainer has raised; changed from its thread, or from a signal handler there."""
+    """Signals that the trainer has raised; changed from its thread, or from a signal handler there."""
     promotions_ended: int = 0
     """How many promotions there have been, those left out that failed to a tier which had failed before."""
     saving: dict[int, tuple[float, Origin | None]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Observation:
         return seconds
 
     def observe(self, step: int | None, branch: Branch, tiers: Sequence[Tier]) -> Observed:
-        """What schedules see, of which one may be asked about ``step``."""
+        """The observations that schedules see, when one is asked about ``step``."""
         observed = self.observed
         at = observed.last_save_at
         last, newest = observed.last_save_step, branch.newest

@@ -24,7 +24,7 @@ class Called:
     records: dict[StepId, StepRecord] = field(default_factory=dict)
     """By age."""
     views: tuple[StepView, ...] = ()
-    """As policies see them, in the same order, all of age 0."""
+    """Views for policies, in the same order, all of age 0."""
 
 
 class StepTable:

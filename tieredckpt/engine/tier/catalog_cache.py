@@ -1,4 +1,4 @@
-"""What the catalogs of a tier vouch for: the packs and steps that the next opening need not read."""
+"""Packs and steps that the catalogs of a tier list, which the next opening need not read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CatalogFile:
 
 @dataclass(slots=True)
 class Catalogued:
-    """What the catalogs of a tier vouch for, all together."""
+    """Content of all catalogs of a tier."""
 
     files: dict[str, CatalogFile] = field(default_factory=dict)
     packs: set[str] = field(default_factory=set)

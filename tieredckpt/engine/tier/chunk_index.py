@@ -22,7 +22,7 @@ _SPARES = 8
 
 
 class ChunkIndex(MutableMapping[bytes, Extent]):
-    """Where each chunk lies, by digest.
+    """Index of the places of chunks, by digest.
 
     A million chunks take 36 MB and as many milliseconds to fill in; as objects in a dict they would take ten times
     as much of both. Readers may be on any thread; changes are made on one.
@@ -36,7 +36,7 @@ class ChunkIndex(MutableMapping[bytes, Extent]):
         nothing = np.empty(0, np.uint64)
         self._columns(nothing, nothing, nothing, nothing, np.empty(0, np.uint32))
         self._since: dict[bytes, Extent] = {}
-        """What was added after `fill`; no digest is here and, not gone, in the columns."""
+        """Chunks added after `fill`; no digest is both here and, not gone, in the columns."""
 
     def _columns(
         self,
@@ -88,7 +88,7 @@ class ChunkIndex(MutableMapping[bytes, Extent]):
         return {digest: extents for digest, extents in duplicates.items() if extents}
 
     def _row(self, digest: bytes) -> int | None:
-        """Where the columns have a chunk that is not gone."""
+        """Row of a chunk in the columns, if it is not gone."""
         if len(digest) != SIZE:
             return None
         high, low = _HALVES.unpack(digest)

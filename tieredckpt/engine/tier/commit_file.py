@@ -21,7 +21,16 @@ from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, Tier
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, decode_step, encode_step
 
-__all__ = ["Encoded", "check_settled", "commit", "delete_manifest", "encode", "encode_now", "free_btree_key", "retract"]
+__all__ = [
+    "Encoded",
+    "check_no_deletion",
+    "commit",
+    "delete_manifest",
+    "encode",
+    "encode_now",
+    "free_btree_key",
+    "retract",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,7 @@ class Encoded:
 
 
 def free_btree_key(tier: Tier, step: StepId) -> str:
-    """Where the nodes of the next commit of a step may lie: a name that no other commit of this step has used."""
+    """A free key for the index nodes of the next commit of a step: no other commit of this step has used it."""
     key = layout.btree_key(step.step, step.serial)
     return f"{key}-{secrets.token_hex(4)}" if tier.store.traits.remote or _may_be_there(tier, step) else key
 
@@ -42,7 +51,7 @@ def free_btree_key(tier: Tier, step: StepId) -> str:
 def _may_be_there(tier: Tier, step: StepId) -> bool:
     """Whether a commit of the step is on the tier, or may be."""
     steps = tier.steps
-    return step in steps.held or step in steps.damaged or step in steps.doubtful
+    return step in steps.held or step in steps.damaged or step in steps.indeterminate
 
 
 async def encode(
@@ -88,12 +97,12 @@ async def commit(
 
     Raises:
         NotFound: the step was to be committed anew, and has left.
-        Conflict: another writer has committed a step of this name, which stays; or as `check_settled`.
+        Conflict: another writer has committed a step of this name, which stays; or as `check_no_deletion`.
         NoSpace, TierUnavailable: of the tier. A first commit is undone; of two, the one counts that is read next.
     """
     step, traits = record.id, tier.store.traits
     async with tier.steps.turn(step):
-        check_settled(tier, step)
+        check_no_deletion(tier, step)
         before = tier.steps.held.get(step)
         first = before is None and step not in tier.steps.damaged
         if only_anew and first:
@@ -115,11 +124,11 @@ async def commit(
                 raise
             # Of a put that was repeated, the first may have happened.
             look = not isinstance(error, asyncio.CancelledError)
-            if not await whole(_doubt(tier, step, packs_of(arrays), btree_key, look=look)):
+            if not await whole(_mark_indeterminate(tier, step, packs_of(arrays), btree_key, look=look)):
                 raise
         for key in tier.steps.know(record, arrays, btree_key, index.nbytes):
             tier.packs.orphans.pop(key, None)
-        if before is not None and before.btree_key and step not in tier.steps.doubtful:
+        if before is not None and before.btree_key and step not in tier.steps.indeterminate:
             await tier.store.delete(before.btree_key)
 
 
@@ -154,7 +163,7 @@ def _others(tier: Tier, step: StepId) -> Conflict:
     )
 
 
-async def _doubt(tier: Tier, step: StepId, packs: frozenset[str], btree_key: str, *, look: bool) -> bool:
+async def _mark_indeterminate(tier: Tier, step: StepId, packs: frozenset[str], btree_key: str, *, look: bool) -> bool:
     """A commit failed, perhaps after it had happened: whether it had. Of two commits, believe what is read next.
 
     A first one is undone. Where requests may come late it is looked at, if it may be: a deletion could hit a later one.
@@ -163,7 +172,7 @@ async def _doubt(tier: Tier, step: StepId, packs: frozenset[str], btree_key: str
         Conflict: the commit that is there is another writer's.
     """
     steps, late = tier.steps, tier.steps.commits_come_late
-    steps.doubt(step, packs, btree_key)
+    steps.mark_indeterminate(step, packs, btree_key)
     if step in steps.held or (late and not look):
         return False
     try:
@@ -174,12 +183,12 @@ async def _doubt(tier: Tier, step: StepId, packs: frozenset[str], btree_key: str
         there = await step_index.root_key(tier, step)
     except TieredCkptError:
         return False  # it shows at the next collection
-    if there is not None and there not in steps.doubtful[step].btree_keys and step not in steps.damaged:
+    if there is not None and there not in steps.indeterminate[step].btree_keys and step not in steps.damaged:
         raise _others(tier, step)
     return there == btree_key
 
 
-def check_settled(tier: Tier, step: StepId) -> None:
+def check_no_deletion(tier: Tier, step: StepId) -> None:
     """Raise `Conflict` while a deletion of the step may come late: it would take away a commit that came since."""
     if step in tier.steps.deletions:
         raise Conflict(

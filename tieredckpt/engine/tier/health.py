@@ -12,11 +12,11 @@ __all__ = ["Health"]
 
 @dataclass
 class Health:
-    """What went wrong with a tier last, until something succeeds."""
+    """Last failure of a tier, until an operation succeeds."""
 
     error: Exception | None = None
     note: str = ""
-    """What a person should know of the tier though it works."""
+    """Note for people about a tier that works."""
     retry_at: float = 0.0
     """Not to be tried before, on the monotonic clock."""
     _failures: int = 0

@@ -130,7 +130,7 @@ class Lease:
         await self.store.put(self._key, [msgspec.json.encode(holder)])
 
     async def _others(self) -> list[tuple[Holder, str]]:
-        """The live holders beside this one, with their keys; what the dead left behind is removed."""
+        """The other live holders of leases, with the keys of these; removes stale leases."""
         found = []
         async for info in self.store.list(layout.LEASES):
             if info.key == self._key:

@@ -21,7 +21,7 @@ __all__ = ["Packs"]
 
 @dataclass
 class Packs:
-    """What is known of the packs of a durable tier."""
+    """Packs of a durable tier."""
 
     encoding: Encoding = CRC32C
     """How chunks are stored in new ones; what a tier got before its `codec` was changed is stored otherwise."""
@@ -32,7 +32,7 @@ class Packs:
     index: ChunkIndex = field(default_factory=ChunkIndex)
     """The dedupe index: every chunk in the packs."""
     duplicates: dict[bytes, list[Extent]] = field(default_factory=dict)
-    """Where packs hold a chunk once more, as after a repair: one of them may be damaged."""
+    """Further copies of chunks in packs, as after a repair: one of them may be damaged."""
     verified: set[bytes] = field(default_factory=set)
     """Chunks of earlier processes that are intact where ``index`` has them, read or vouched for by a step."""
     unlisted: set[str] = field(default_factory=set)
@@ -64,7 +64,7 @@ class Packs:
         return extent is not None and (encoding or self.encoding).fits(extent.length, nbytes)
 
     def has_of_part(self, digest: bytes, length: int) -> bool:
-        """As `has`, for a chunk of which a rank's part says so many bytes: in RAM, or as it was streamed here."""
+        """Whether a chunk is here that a rank's part describes by ``length``: in RAM, or as it was streamed here."""
         extent = self.index.get(digest)
         return extent is not None and (extent.length == length or self.encoding.fits(extent.length, length))
 
@@ -79,13 +79,13 @@ class Packs:
         return next((encoding for encoding in found if not encoding.raw), CRC32C)
 
     def locate(self, digest: bytes) -> Iterator[Extent]:
-        """Where a chunk lies, whatever step refers to it."""
+        """Place of a chunk, whatever step refers to it."""
         for extent in (self.index.get(digest), *self.duplicates.get(digest, ())):
             if extent is not None and extent.path in self.sizes:
                 yield extent
 
     def distrust(self, digest: bytes, extent: Extent) -> None:
-        """A chunk was read there that is damaged: nothing, for it is forgotten when it is mended."""
+        """A chunk was read there that is damaged: nothing, for it is forgotten when it is repaired."""
 
     def kept(self, manifest: str) -> AbstractContextManager[None]:
         """Keep what the step of that manifest refers to while it is read: nothing, for the step is pinned."""

@@ -49,7 +49,7 @@ class Ram:
         return self.slab.bytes_at(extent.offset, extent.length)
 
     def locate(self, digest: bytes) -> Iterator[Extent]:
-        """Where a chunk lies, whatever step refers to it."""
+        """Place of a chunk, whatever step refers to it."""
         if (found := self.index.find(digest)) is not None:
             yield Extent(self.store.slab_key, *found)
 

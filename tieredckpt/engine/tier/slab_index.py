@@ -70,13 +70,13 @@ class SlabIndex:
                 self._distrusted.setdefault(digest, []).append(self._chunks.pop(digest))
 
     def trust(self, digest: bytes, offset: int) -> None:
-        """The bytes at ``offset`` were mended: they may be used again, unless there is another copy by now."""
+        """The bytes at ``offset`` were repaired: they may be used again, unless there is another copy by now."""
         with self._guards_uses:
             known = self._distrusted.get(digest, [])
-            mended = next((extent for extent in known if extent[0] == offset), None)
-            if mended is not None and digest not in self._chunks:
-                known.remove(mended)
-                self._chunks[digest] = mended
+            repaired = next((extent for extent in known if extent[0] == offset), None)
+            if repaired is not None and digest not in self._chunks:
+                known.remove(repaired)
+                self._chunks[digest] = repaired
 
     def add(self, digest: bytes, offset: int, nbytes: int) -> int:
         """Use a chunk that was just copied to ``offset``; if it is there already, that extent is given back.

@@ -1,4 +1,4 @@
-"""The steps of one tier, and the state of each: held, damaged, leaving, stuck, in doubt, or a tombstone."""
+"""The steps of one tier, and the state of each: held, damaged, leaving, stuck, indeterminate, or a tombstone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 
-__all__ = ["DamagedSteps", "Doubt", "Held", "HeldSteps", "IndeterminateDelete", "Steps"]
+__all__ = ["DamagedSteps", "Held", "HeldSteps", "IndeterminateCommit", "IndeterminateDelete", "Steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,13 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
+class IndeterminateCommit:
     """A commit that failed: it may have succeeded all the same, or may yet (`Steps.commits_come_late`)."""
 
     packs: frozenset[str]
     """That it refers to."""
     btree_keys: frozenset[str]
-    """Where its index nodes lie, and those of others that failed before it: the mark of this process."""
+    """Keys of its index nodes, and of failed commits before it; they identify commits of this process."""
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -159,19 +159,19 @@ class Doubt:
 
 @dataclass
 class Steps:
-    """What one tier knows of steps. Each method is a transition of a step from one state to another."""
+    """States of the steps of one tier. Each method is a transition of a step from one state to another."""
 
     held: HeldSteps = field(default_factory=HeldSteps)
     parts: dict[StepId, Held] = field(default_factory=dict)
-    """In the RAM of a rank: its parts of steps that are not known to be whole."""
+    """In a rank's RAM: its parts of steps that are not known to be complete."""
     damaged: DamagedSteps = field(default_factory=DamagedSteps)
     leaving: set[StepId] = field(default_factory=set)
-    """Steps that are being retracted: held no more, for whoever looks for another copy."""
+    """Steps that are being retracted; they do not count as copies any more."""
     tombstones: set[StepId] = field(default_factory=set)
-    """Steps of other tiers that left this one, by policy or by hand: they come back by hand only."""
+    """Steps evicted from here that other tiers hold; only a person promotes them here again."""
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
-    """Steps that are due here and cannot come for now: what is wrong with their bytes elsewhere."""
-    doubtful: dict[StepId, Doubt] = field(default_factory=dict)
+    """Steps that are due here and cannot be copied, and the error in their bytes on other tiers."""
+    indeterminate: dict[StepId, IndeterminateCommit] = field(default_factory=dict)
     """Steps with a commit that failed; one that may come late keeps its step here whatever else happens to that."""
     commits_come_late: bool = False
     """Whether something between here and the store may pass a commit on after its sender has given it up."""
@@ -190,15 +190,15 @@ class Steps:
     _turns: WeakValueDictionary[StepId, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     def clear(self) -> None:
-        """Know nothing of what the tier holds, before that is found out anew."""
+        """Forget the content of the tier, before it is listed again."""
         read = (self.indexes, self.indexes.nbytes, self.indexes.packs, self.catalogued)
         for known in (self.held, self.parts, self.damaged, *read):
             known.clear()
-        for step in tuple(self.doubtful):
+        for step in tuple(self.indeterminate):
             self.resolve(step)
 
     def has_own(self, step: StepId) -> bool:
-        """Whether the step lies here, or a rank's part of it."""
+        """Whether this tier itself stores the step, or a rank's part of it."""
         held = self.held.get(step) or self.parts.get(step)
         return held is not None and held.btree_key != ""
 
@@ -207,21 +207,21 @@ class Steps:
         return (step in self.held or step in self.damaged) and step not in self.leaving
 
     def turn(self, step: StepId) -> asyncio.Lock:
-        """Held by whoever puts or deletes the step's manifest, or two of them would not know who was last."""
+        """The lock for putting or deleting the step's manifest, so that two such calls have an order."""
         return self._turns.setdefault(step, asyncio.Lock())
 
     def set_apart(self) -> None:
-        """Count no step as held: what lies here are parts of a rank, and the other ranks' are not known yet."""
+        """Count the steps here as parts of one rank and none as held, until the parts of the other ranks are known."""
         self.parts.update(self.held)
         self.held.clear()
 
     def agree(self, record: StepRecord) -> None:
-        """Count a step as held: all ranks have their parts of it, whose record this is."""
+        """Count a step as held, of whose commit all ranks agreed; ``record`` describes it."""
         part = self.parts.pop(record.id, None) or self.held.get(record.id)
         self.held[record.id] = Held(record, part.btree_key if part is not None else "")
 
     def know(self, record: StepRecord, arrays: Mapping[str, ArrayIndex], btree_key: str, nbytes: int) -> frozenset[str]:
-        """Count a step as held, for its commit has just been put: ``nbytes`` long with its nodes, which the key names.
+        """Count a step as held after its commit, of ``nbytes`` with its index nodes at ``btree_key``.
 
         A rank's part counts as such. Returns the packs that it refers to.
         """
@@ -236,26 +236,26 @@ class Steps:
         self.indexes.packs[step] = packs = packs_of(arrays)
         return packs
 
-    def doubt(self, step: StepId, packs: frozenset[str], btree_key: str) -> None:
-        """Remember nothing of a step whose commit failed; the arguments are those of a `Doubt`."""
+    def mark_indeterminate(self, step: StepId, packs: frozenset[str], btree_key: str) -> None:
+        """Note that a commit failed and may have happened; the arguments are those of `IndeterminateCommit`."""
         btree_keys = frozenset({btree_key})
-        if (before := self.doubtful.get(step)) is not None:
+        if (before := self.indeterminate.get(step)) is not None:
             packs, btree_keys = packs | before.packs, btree_keys | before.btree_keys
-        self.doubtful[step] = Doubt(packs, btree_keys)
+        self.indeterminate[step] = IndeterminateCommit(packs, btree_keys)
         self.indexes.forget(step)
 
     def resolve(self, step: StepId) -> None:
-        """Doubt a step no more, for its state is known; where commits may come late, time alone ends a doubt."""
+        """Forget the failed commit of a step, whose state is known; where commits may come late, `expire` does."""
         self.expire(step, math.inf)
 
     def expire(self, step: StepId, grace: float) -> None:
-        """Doubt a step no more; where commits may come late, only ``grace`` seconds after the commit failed."""
-        if (doubt := self.doubtful.get(step)) is not None and (not self.commits_come_late or doubt.age >= grace):
-            del self.doubtful[step]
+        """Forget the failed commit of a step; where commits may come late, only ``grace`` seconds after it."""
+        if (commit := self.indeterminate.get(step)) is not None and (not self.commits_come_late or commit.age >= grace):
+            del self.indeterminate[step]
 
     def late_packs(self) -> set[str]:
         """The packs of commits that may come late."""
-        return {key for doubt in self.doubtful.values() if self.commits_come_late for key in doubt.packs}
+        return {key for commit in self.indeterminate.values() if self.commits_come_late for key in commit.packs}
 
     def quarantine(self, step: StepId, error: TieredCkptError, packs: Iterable[str]) -> None:
         """Count a step as not held, for its commit turned out unreadable; ``packs`` are all of the tier."""
@@ -265,7 +265,7 @@ class Steps:
             self.catalogued.forget(step)
 
     def drop(self, step: StepId) -> str | None:
-        """Know no more of a step whose manifest is gone; returns the key of its index nodes, to be deleted."""
+        """Forget a step whose manifest is gone; returns the key of its index nodes, for the caller to delete."""
         held = self.held.pop(step, self.parts.pop(step, None))
         self.resolve(step)
         self.catalogued.forget(step)

@@ -40,7 +40,7 @@ class ToRound(NamedTuple):
 
 
 class RoundedChunk(NamedTuple):
-    """What became of a chunk whose values were rounded."""
+    """Result of rounding a chunk."""
 
     digest: bytes
     worst: float
@@ -51,12 +51,12 @@ class RoundedChunk(NamedTuple):
 
 @dataclass
 class Remote:
-    """What another process, which manages a tier, tells of it; nothing where this one does."""
+    """Figures of a tier that another process manages and reports; empty where this process manages it."""
 
     used: int | None = None
     """Bytes in use."""
     bandwidth: float | None = None
-    """Bytes a second that it saw when it wrote."""
+    """Bytes a second of its recent writes."""
     pin: Callable[[StepId], AbstractAsyncContextManager[None]] | None = None
     """Keeps a step on the tier while it is read here."""
 
@@ -72,7 +72,7 @@ class Tier:
 
     name: str
     index: int
-    """Of the tier among those of its `State`, nearest first."""
+    """Position among the tiers of its `State`, nearest first."""
     config: TierConfig
     connect: Callable[[], Awaitable[BlobStore]]
     blobs: BlobStore | None = None
@@ -81,15 +81,15 @@ class Tier:
     health: Health = field(default_factory=Health)
     steps: Steps = field(default_factory=Steps)
     packs: Packs = field(default_factory=Packs)
-    """Of RAM there are none."""
+    """Packs; none in RAM."""
     ram: Ram | None = None
-    """Of RAM that is connected; of every other tier None."""
+    """RAM that is connected; None for every other tier."""
     lease: Lease | None = None
     remote: Remote = field(default_factory=Remote)
     place: int = 0
-    """Of the tier in the configuration."""
+    """Position in the configuration."""
     rounded: dict[ToRound, RoundedChunk] = field(default_factory=dict)
-    """What the chunks of the last step became that was derived for the tier."""
+    """Results of rounding the chunks of the last step that was derived for the tier."""
 
     def __post_init__(self) -> None:
         self.packs.encoding = CODECS[self.config.codec]
@@ -101,7 +101,7 @@ class Tier:
 
     @property
     def format_version(self) -> int:
-        """What its marker is to say: whether it has derived steps, or may hold compressed chunks."""
+        """Format version for the marker: it says whether the tier has derived steps or may hold compressed chunks."""
         if self.derived:
             return layout.DERIVED_VERSION
         return layout.ENCODED_VERSION if self.packs.compressed or not self.packs.encoding.raw else layout.FORMAT_VERSION
@@ -145,7 +145,7 @@ class Tier:
 
     @property
     def chunks(self) -> Packs | Ram:
-        """Where it has its chunks: what both can answer is asked here."""
+        """The chunk store of the tier: RAM or packs, for questions that both answer."""
         return self.packs if self.ram is None else self.ram
 
     def encoding_of(self, extent: Extent, nbytes: int) -> Encoding:
@@ -179,7 +179,7 @@ class Tier:
         return marker
 
     def of_other_kind(self) -> Conflict:
-        """What to raise where exact steps lie in place of derived ones, or the reverse."""
+        """Error for exact steps in place of derived ones, or the reverse."""
         return Conflict(
             f"tier {self.name!r} at {self.store.location} "
             + ("holds exact steps where derived ones belong" if self.derived else "is a root of derived steps")

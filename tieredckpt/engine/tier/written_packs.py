@@ -14,7 +14,7 @@ class WrittenPacks:
     """Packs that are stored and to which no commit refers yet."""
 
     extents: dict[bytes, Extent] = field(default_factory=dict)
-    """Where each chunk lies, by digest."""
+    """Place of each chunk, by digest."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Bytes of each pack, by key."""
 

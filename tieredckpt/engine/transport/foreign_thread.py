@@ -37,7 +37,7 @@ class Aside:
         _living.add(self)
 
     async def call(self, function: Callable[..., T], *arguments: Any, timeout: float) -> T:
-        """What ``function`` returns or raises; `TimeoutError` after so many seconds.
+        """Call ``function`` on that thread: its result or its error; `TimeoutError` after so many seconds.
 
         A call that is cancelled or late is left behind, so it must not touch the caller's memory; one that
         has not begun by then never does.

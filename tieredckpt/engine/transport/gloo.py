@@ -35,11 +35,11 @@ _PIECES_AHEAD = 2
 _GROUP_TIMEOUT = 30.0
 _END_TIMEOUT = 5.0
 _END_TAG = (1 << 31) - 1
-"""Nothing is ever sent with it."""
+"""Tag of messages that are never sent."""
 
 
 class _Lane:
-    """What a transfer needs: a thread that waits in gloo, and the memory that gloo sees.
+    """Resources of a transfer: a thread that waits in gloo, and the memory that gloo sees.
 
     One that failed is not used again, for gloo may still hold the memory.
     """

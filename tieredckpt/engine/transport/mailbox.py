@@ -84,7 +84,7 @@ class _Hello(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
-    """What is put into a rank's mailbox: a step of the opening, or a fragment of a message.
+    """A message in a rank's mailbox: a step of the opening, or a fragment of a message.
 
     A welcome and a go have ``endpoints``; a fragment has its number and how many there are.
     """
@@ -140,7 +140,7 @@ class Mailbox:
         """The session's random name, the same at every rank; empty before it is open."""
         self._inbox = Inbox()
         self._fragments: dict[tuple[int, str], dict[int, bytes]] = {}
-        """What has come of messages of several fragments, by source and topic."""
+        """Fragments that have come of incomplete messages, by source and topic."""
         self._numbers = itertools.count()
         self._guards_sending = asyncio.Semaphore(_SENDS_AT_ONCE)
         self._stir = asyncio.Event()

@@ -51,7 +51,7 @@ _PIECES_AHEAD = 2
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
-    """What travels with the message tag; its source is MPI's."""
+    """A message in MPI, sent with the message tag; MPI names its source."""
 
     topic: str
     data: bytes

@@ -121,7 +121,7 @@ class CheckpointManager:
     def reload(self) -> None:
         """Look again at the steps, which another process may have saved."""
         # Without a tier a step has lossy copies alone, which no method of Orbax asks for.
-        found = {info.step: _known(info) for info in self.store.steps() if info.tiers and not info.abandoned}
+        found = {info.step: _known(info) for info in self.store.steps() if info.tiers and not info.off_branch}
         self._steps = [found[step] for step in sorted(found)]
 
     def metrics(self, step: int) -> dict[str, float] | None:

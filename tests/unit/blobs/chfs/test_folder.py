@@ -14,7 +14,7 @@ from support.scenes import assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig, load, to_toml
-from tieredckpt.config.checks import doubtful
+from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.config.tiers import CHFS_FOLDER
 from tieredckpt.errors import Conflict
 
@@ -172,8 +172,8 @@ def test_the_folder_is_told_from_the_name_or_from_the_tiers_that_outlive_chfs(tm
     assert path({"pmem": chfs | {"path": "/mine"}, "disk": disk}) == "/mine"
     alone = load({"tiers": {"ram": {"kind": "ram"}, "pmem": chfs}})
     assert path({"ram": {"kind": "ram"}, "pmem": chfs}) == CHFS_FOLDER
-    assert any("give the tier a `path`" in text for _, text in doubtful(alone))
-    assert not doubtful(load({"tiers": {"ram": {"kind": "ram"}, "pmem": chfs}, "store": {"name": "llama"}}))
+    assert any("give the tier a `path`" in text for _, text in probable_mistakes(alone))
+    assert not probable_mistakes(load({"tiers": {"ram": {"kind": "ram"}, "pmem": chfs}, "store": {"name": "llama"}}))
     again = load(to_toml_file(tmp_path, alone))
     assert again == alone
 

@@ -253,7 +253,7 @@ async def test_a_store_goes_on_with_the_servers_that_joined_and_mixes_nothing(
 
 async def test_a_new_store_waits_until_no_more_servers_join(chfs: Any, stores: Callable[..., ChfsStore]) -> None:
     chfs.switch("late = 1 2")
-    early = stores(settle=SOON)
+    early = stores(stable_for=SOON)
     await early.connect()
     putting = asyncio.ensure_future(early.put("key", [b"x"]))
     chfs.switch("late = 2")
@@ -261,7 +261,7 @@ async def test_a_new_store_waits_until_no_more_servers_join(chfs: Any, stores: C
         await putting
     chfs.switch()
     assert await listed(stores()) == {}  # as if nothing had been
-    await stores(settle=0.2).put("key", [b"x"])
+    await stores(stable_for=0.2).put("key", [b"x"])
     assert await stores().get("key", limit=1) == b"x"
     names = {path.name for path in (chfs.directory / "servers").rglob("~ring/*")}
     assert names == {f"3-{number}" for number in range(32)}
@@ -272,10 +272,10 @@ async def test_a_configuration_that_says_how_many_there_are_waits_for_these(
 ) -> None:
     chfs.switch("late = 1 2")
     with pytest.raises(TierUnavailable, match=r"has 1 server, and 3 are expected.* beside .*servers/0") as refused:
-        await stores(servers=3, settle=SOON).put("key", [b"x"])
+        await stores(servers=3, stable_for=SOON).put("key", [b"x"])
     assert "servers = 1" not in str(refused.value)
     chfs.switch()
-    await stores(servers=3, settle=SOON).put("key", [b"x"])  # at once
+    await stores(servers=3, stable_for=SOON).put("key", [b"x"])  # at once
     assert await stores().get("key", limit=1) == b"x"
 
 
@@ -301,11 +301,11 @@ async def test_servers_that_come_back_one_by_one_and_empty_are_waited_for(
     chfs: Any, filled: ChfsStore, stores: Callable[..., ChfsStore]
 ) -> None:
     chfs.switch("empty = 0 1 2", "late = 1 2")
-    early = stores(settle=SOON)
+    early = stores(stable_for=SOON)
     await early.connect()
     putting = asyncio.ensure_future(early.put("key", [b"x"]))
     chfs.switch("empty = 0 1 2")
     with pytest.raises(TierUnavailable):
         await putting
-    await stores(settle=0.2).put("key", [b"x"])
+    await stores(stable_for=0.2).put("key", [b"x"])
     assert await listed(stores()) == {"key": 1}

@@ -104,8 +104,8 @@ async def test_doubt_ends_with_the_grace_period(settings: StoreConfig, between: 
         postponed = await given_up(store, between, 1)
         await store.promote(1, "s3")
         postponed.let_on()
-        doubtful = store._life.engine.state.tier("s3").steps.doubtful
-        while doubtful:
+        indeterminate = store._life.engine.state.tier("s3").steps.indeterminate
+        while indeterminate:
             await store.collect()
         assert len([key for key in s3_place.bucket.sizes() if "/btree" in key]) == 1
         assert all(found.intact for found in await store.verify(1))

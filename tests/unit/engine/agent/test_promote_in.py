@@ -112,7 +112,7 @@ async def test_what_is_asked_by_hand_is_done_and_refused_alike(place: Place) -> 
         assert_same(restored.tree, tree(1))
 
 
-async def test_damage_is_found_told_and_mended_wherever_it_is(place: Place) -> None:
+async def test_damage_is_found_told_and_repaired_wherever_it_is(place: Place) -> None:
     async with place.opened() as store:
         heard = Heard(store)
         await store.save(1, tree(1))
@@ -134,7 +134,7 @@ async def test_damage_is_found_told_and_mended_wherever_it_is(place: Place) -> N
 
         await damage(store, "disk")
         await store.evict(1, "ram")
-        restored = await store.restore(1, resume=False)  # which meets the damage, and has it mended behind
+        restored = await store.restore(1, resume=False)  # which meets the damage, and has it repaired behind
         assert restored is not None
         assert_same(restored.tree, tree(1))
         await store.flush()
@@ -155,7 +155,7 @@ async def test_what_is_lost_everywhere_is_named(place: Place) -> None:
             await store.restore(1, resume=False)
 
 
-async def test_a_rollback_is_known_to_whoever_promotes(place: Place) -> None:
+async def test_the_promoter_learns_of_a_rollback(place: Place) -> None:
     async with place.opened(retain={"kind": "last_n", "n": 2}) as store:
         for step in (1, 2, 3):
             await store.save(step, tree(step))
@@ -163,7 +163,7 @@ async def test_a_rollback_is_known_to_whoever_promotes(place: Place) -> None:
         await store.restore(2)
         await store.save(3, tree(33))
         await store.flush()
-        assert [(info.step, info.abandoned) for info in await store.steps() if "disk" in info.tiers] == [
+        assert [(info.step, info.off_branch) for info in await store.steps() if "disk" in info.tiers] == [
             (2, False),
             (3, False),
         ]
@@ -182,7 +182,7 @@ async def test_a_look_at_an_older_step_costs_none_that_was_saved_after_it(place:
         await store.restore(1)
         store.signal("now")
         await store.flush()
-        assert [(info.step, info.abandoned) for info in await store.steps() if "disk" in info.tiers] == [
+        assert [(info.step, info.off_branch) for info in await store.steps() if "disk" in info.tiers] == [
             (1, False),
             (3, False),
         ]
@@ -192,7 +192,7 @@ async def test_a_look_at_an_older_step_costs_none_that_was_saved_after_it(place:
         assert_same(restored.tree, tree(3))
 
 
-async def test_a_fork_is_known_to_whoever_promotes_with_the_step_that_makes_it(place: Place) -> None:
+async def test_the_promoter_learns_of_a_fork_with_the_step_that_makes_it(place: Place) -> None:
     async with place.opened(promote={"kind": "on_signal", "signal": "now"}, retain={"kind": "last_n", "n": 2}) as store:
         for step in (1, 2, 3):
             await store.save(step, tree(step))
@@ -204,11 +204,11 @@ async def test_a_fork_is_known_to_whoever_promotes_with_the_step_that_makes_it(p
         await store.save(3, tree(33))
         await store.flush()
         # Until the save that forked is as safe.
-        held = [(info.step, info.abandoned) for info in await store.steps() if "disk" in info.tiers]
+        held = [(info.step, info.off_branch) for info in await store.steps() if "disk" in info.tiers]
         assert held == [(2, False), (3, True)]
         store.signal("now")
         await store.flush()
-        assert [(info.serial, info.abandoned) for info in await store.steps() if "disk" in info.tiers] == [
+        assert [(info.serial, info.off_branch) for info in await store.steps() if "disk" in info.tiers] == [
             (2, False),
             (4, False),
         ]

@@ -441,13 +441,13 @@ def test_an_export_reads_nothing_while_a_save_copies(
     fill = held_step.fill
 
     async def watched(*arguments: Any) -> Any:
-        seen.append(state._copying)
+        seen.append(state.ram_gate._copying)
         return await fill(*arguments)
 
     monkeypatch.setattr(held_step, "fill", watched)
 
     async def copy(until: asyncio.Event) -> None:
-        with state.copying():
+        with state.ram_gate.copying():
             await until.wait()
 
     async def begin() -> tuple[asyncio.Event, asyncio.Task[None]]:

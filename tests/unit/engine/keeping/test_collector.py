@@ -240,7 +240,7 @@ async def test_what_was_freed_is_told_less_what_was_written_anew(place: Place, d
 async def test_what_is_committed_anew_keeps_to_good_bytes_where_a_damaged_copy_is_known_too(
     place: Place, disk: dict[str, Any], why: str
 ) -> None:
-    """A pack with a chunk that was mended lives on for its other chunks, and its footer still lists that one."""
+    """A pack with a chunk that was repaired lives on for its other chunks, and its footer still lists that one."""
     async with opened(place, disk) as store:
         await (await store.save(1, state())).reached("disk")
         damaged = (await index_of(store, "disk", 1))["w3"].chunks[0]

@@ -110,7 +110,7 @@ async def test_a_number_is_deleted_with_every_save_of_it_on_the_branch(place: Pl
         await (await store.save(4, tree(40))).reached("disk")
         assert await store.all_steps() == (1, 2, 4)
         await store.delete(2)
-        assert [(info.step, info.abandoned) for info in await store.steps()] == [
+        assert [(info.step, info.off_branch) for info in await store.steps()] == [
             (1, False),
             (2, True),
             (3, True),

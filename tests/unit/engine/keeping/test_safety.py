@@ -19,7 +19,8 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives, Traits
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.opening.connect import make_tiers
-from tieredckpt.engine.state.state import Role, State
+from tieredckpt.engine.state.membership import Role
+from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
 from tieredckpt.events import Events
@@ -209,7 +210,7 @@ async def test_a_copy_on_a_tier_that_does_not_answer_counts_for_nothing(
 async def test_a_rollback_does_not_let_the_durable_step_go_before_its_successor(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
-    """The abandoned step is the only durable one until something of the live line is durable."""
+    """The off-branch step is the only durable one until something of the live line is durable."""
     keep_one = {"retain": {"kind": "last_n", "n": 1}}
     settings = config(
         {"ram": ram(shared_memory), "disk": folder(tmp_path, promote={"kind": "every_n_steps", "n": 200}, **keep_one)}
@@ -307,7 +308,7 @@ def test_a_trainer_and_its_agent_never_rely_on_what_the_other_lets_go(data: st.D
     before = {survives: _best(state, survives) for survives in Survives}
     known = {tier.name: dict(tier.steps.held) for tier in state.tiers}
     left: dict[str, dict[StepId, Held]] = {}
-    for state.role in (Role.TRAINER, Role.AGENT):
+    for state.membership.role in (Role.TRAINER, Role.AGENT):
         mine = [tier for tier in state.tiers if state.manages(tier)]
         holding = [(step, tier) for tier in mine for step in tier.steps.held if tier.answers]
         for step, tier in data.draw(st.permutations(holding)):

@@ -402,7 +402,7 @@ async def test_with_nothing_readable_a_silent_tier_is_no_empty_store(
         assert restored is not None
         assert_same(restored.tree, tree(1))
         await (await store.save(2, tree(2))).reached("disk")
-        assert not any(info.abandoned for info in await store.steps())
+        assert not any(info.off_branch for info in await store.steps())
     async with CheckpointStore.open(two_tiers) as store:
         restored = await store.restore()
         assert restored is not None

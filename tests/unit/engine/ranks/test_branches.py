@@ -41,8 +41,8 @@ def place(shared_memory: Path, tmp_path: Path) -> Place:
 
 
 async def branches(ranks: Cohort) -> list[list[int]]:
-    """The steps that are not abandoned, on every rank."""
-    return [[info.step for info in await store.steps() if not info.abandoned] for store in ranks.stores]
+    """The steps that are on the branch, on every rank."""
+    return [[info.step for info in await store.steps() if not info.off_branch] for store in ranks.stores]
 
 
 async def outcomes(ranks: Cohort, *how: dict[str, Any]) -> list[Restored | BaseException | None]:

@@ -17,7 +17,7 @@ SIZE = 3
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("nth", [1, 2, 4, 7])
-async def test_a_death_at_any_call_locks_nobody_up_and_loses_no_step(
+async def test_a_death_at_any_call_blocks_no_rank_and_loses_no_step(
     victim: int, nth: int, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit(monkeypatch, last_words=0.2)

@@ -138,7 +138,7 @@ async def test_closing_does_not_wait_for_the_dead(place: Place, victim: int) -> 
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-async def test_closing_does_not_wait_again_for_who_was_waited_for_in_vain(
+async def test_closing_does_not_wait_again_for_a_rank_that_timed_out(
     place: Place, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit(monkeypatch, wait_longer=0.2)

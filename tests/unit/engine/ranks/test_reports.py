@@ -41,7 +41,7 @@ async def intact(ranks: Cohort) -> bool:
 
 
 @pytest.mark.parametrize("finders", [[1], [1, 2]])
-async def test_damage_that_only_other_ranks_read_is_mended_by_rank_0(
+async def test_damage_that_only_other_ranks_read_is_repaired_by_rank_0(
     finders: list[int], shared_memory: Path, tmp_path: Path
 ) -> None:
     await saved_and_lost_in_ram(shared_memory, tmp_path)
@@ -74,7 +74,7 @@ async def test_a_rank_that_sees_damage_where_there_is_none_has_nothing_written(
         digests = tuple(chunk.digest for array in index.arrays.values() for chunk in array.chunks)
         for digests_said in (digests, ()):
             said = Damaged(step.step, step.serial, "disk", digests_said)
-            await ranks[0]._life.loop.call(reports._mend(2, said))
+            await ranks[0]._life.loop.call(reports._repair(2, said))
         assert not ranks.heard[0].of(ChunkRepaired)
         assert files_under(tmp_path / "disk") == before
 

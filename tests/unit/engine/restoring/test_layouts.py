@@ -267,7 +267,7 @@ async def test_pieces_in_ram_are_seen_where_they_lie_and_others_are_copied(share
         del restored, plain
 
 
-async def test_a_damaged_piece_is_read_from_the_next_tier_and_mended(two_tiers: StoreConfig) -> None:
+async def test_a_damaged_piece_is_read_from_the_next_tier_and_repaired(two_tiers: StoreConfig) -> None:
     whole = np.random.default_rng(0).random((60, 50))
     boxes = cut_at(whole.shape, [[], [10, 20, 30, 40]])
     async with CheckpointStore.open(two_tiers) as store:

@@ -311,7 +311,7 @@ TestViews.settings = settings(max_examples=25, stateful_step_count=15)
 # -- what is damaged --------------------------------------------------------------------------------------
 
 
-async def test_verified_names_the_arrays_whose_bits_flipped_and_mends_them(two_tiers: StoreConfig) -> None:
+async def test_verified_names_the_arrays_whose_bits_flipped_and_repairs_them(two_tiers: StoreConfig) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         heard = Heard(store)
         await store.save(1, state(1))

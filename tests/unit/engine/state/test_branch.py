@@ -53,8 +53,8 @@ def place(shared_memory: Path, tmp_path: Path) -> Place:
 
 
 async def branch(store: CheckpointStore) -> list[tuple[int, int]]:
-    """Step and serial of what is not abandoned."""
-    return [(info.step, info.serial) for info in await store.steps() if not info.abandoned]
+    """Step and serial of what is on the branch."""
+    return [(info.step, info.serial) for info in await store.steps() if not info.off_branch]
 
 
 # -- a look -----------------------------------------------------------------------------------------------

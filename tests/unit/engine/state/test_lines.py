@@ -43,17 +43,17 @@ async def test_after_a_rollback_the_newest_save_wins_over_the_higher_step(
         (shared_memory / "of-test").rename(shared_memory / "lost")
 
     async with CheckpointStore.open(two_tiers) as store:
-        assert {info.step for info in await store.steps() if info.abandoned} == {150, 200}
+        assert {info.step for info in await store.steps() if info.off_branch} == {150, 200}
         restored = await store.restore()
         assert restored is not None
         assert restored.step == 101
         assert_same(restored.tree, tree(101))
         info = {info.step: info for info in await store.steps()}[101]
         assert info.restored_from == {i.step: i.serial for i in await store.steps()}[100]
-        assert not info.abandoned
+        assert not info.off_branch
 
 
-async def test_abandoned_steps_leave_first_and_never_come_back_by_themselves(
+async def test_off_branch_steps_leave_first_and_never_come_back_by_themselves(
     shared_memory: Path, tmp_path: Path
 ) -> None:
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path, retain={"kind": "last_n", "n": 3})})
@@ -73,7 +73,7 @@ async def test_abandoned_steps_leave_first_and_never_come_back_by_themselves(
             await store.restore(step=30)
 
 
-async def test_where_room_is_short_abandoned_steps_leave_before_older_ones(shared_memory: Path, tmp_path: Path) -> None:
+async def test_where_room_is_short_off_branch_steps_leave_first(shared_memory: Path, tmp_path: Path) -> None:
     room = 4 * 17 * CHUNK  # for four steps: a chunk takes a page more than its bytes
     settings = config(
         {"ram": ram(shared_memory), "disk": folder(tmp_path, capacity=room, retain={"kind": "last_n", "n": 1})}
@@ -108,7 +108,7 @@ async def test_serials_keep_clear_of_those_that_a_silent_tier_turns_out_to_have(
         assert [info.serial for info in await store.steps()] == [1, 2, 3, 4, 5, 6, 7]
 
 
-async def test_abandoned_steps_stay_where_the_policy_keeps_them(shared_memory: Path, tmp_path: Path) -> None:
+async def test_off_branch_steps_stay_where_the_policy_keeps_them(shared_memory: Path, tmp_path: Path) -> None:
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path, retain="all")})
     async with CheckpointStore.open(settings) as store:
         for step in (10, 20, 30):
@@ -118,7 +118,7 @@ async def test_abandoned_steps_stay_where_the_policy_keeps_them(shared_memory: P
         await store.save(20, tree(1020))
         await store.flush()
         held = await store.steps()
-        assert [(info.step, info.abandoned) for info in held] == [(10, False), (20, True), (30, True), (20, False)]
+        assert [(info.step, info.off_branch) for info in held] == [(10, False), (20, True), (30, True), (20, False)]
         of_live_line = await store.restore(step=20)
         assert of_live_line is not None
         assert_same(of_live_line.tree, tree(1020))
@@ -134,7 +134,7 @@ async def test_a_save_forks_at_an_off_branch_step_that_was_restored_to_resume(tw
         await store.flush()
         await store.restore(step=30, resume=True)
         await store.save(31, tree(31))
-        lines = {info.step: info.abandoned for info in await store.steps()}
+        lines = {info.step: info.off_branch for info in await store.steps()}
         assert lines == {10: False, 20: False, 30: False, 11: True, 31: False}
 
 
@@ -200,7 +200,7 @@ async def test_a_serial_is_used_once_though_its_commit_failed(
         with pytest.raises(RuntimeError):
             await store.save(2, tree(2))
         await store.save(3, tree(3))
-        assert [(info.step, info.serial, info.abandoned) for info in await store.steps()] == [
+        assert [(info.step, info.serial, info.off_branch) for info in await store.steps()] == [
             (1, 1, False),
             (3, 3, False),
         ]

@@ -1,4 +1,4 @@
-"""The roll is what looking at every tier anew would find, whatever came, went, or was abandoned in between."""
+"""The roll is what looking at every tier anew would find, whatever came, went, or left the branch in between."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.records import first_record
 
 from tieredckpt.config import PosixTier
-from tieredckpt.engine.state.state import _described
 from tieredckpt.engine.state.step_table import Line, StepTable
+from tieredckpt.engine.state.views import step_view
 from tieredckpt.engine.tier.sizes import Sizes
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
@@ -52,7 +52,7 @@ class RollMachine(RuleBasedStateMachine):
         super().__init__()
         config = PosixTier(name="any", path="/nowhere")
         self.tiers = [Tier(name, index, config, _nowhere) for index, name in enumerate("abc")]
-        self.roll = StepTable(self.tiers, _described)
+        self.roll = StepTable(self.tiers, step_view)
         self.line: Line = ()
         self.version = 0
 
@@ -105,7 +105,7 @@ class RollMachine(RuleBasedStateMachine):
             holding = [tier for tier in self.tiers if step in tier.steps.held]
             on_line = any(first <= step.serial <= last for first, last in self.line)
             names = tuple(tier.name for tier in holding)
-            expected[step] = _described(step, holding[0].steps.held[step].record, names, on_line)
+            expected[step] = step_view(step, holding[0].steps.held[step].record, names, on_line)
         assert list(called.records) == list(expected)
         assert called.views == tuple(expected.values())
         for step, held in called.records.items():
@@ -118,7 +118,7 @@ TestRoll.settings = settings(max_examples=60, stateful_step_count=30)
 
 def views(*serials: int) -> tuple[StepView, ...]:
     return tuple(
-        _described(StepId(serial, serial), record(StepId(serial, serial), 1), ("a",) * (serial % 2), serial % 3 > 0)
+        step_view(StepId(serial, serial), record(StepId(serial, serial), 1), ("a",) * (serial % 2), serial % 3 > 0)
         for serial in serials
     )
 

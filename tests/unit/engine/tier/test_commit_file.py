@@ -57,7 +57,7 @@ class Scene:
         await held.reached()
         return held, anew
 
-    async def evicted_while_mended(self, disk: Faulty, tier: str | None = None) -> asyncio.Task[list[Verified]]:
+    async def evicted_while_repaired(self, disk: Faulty, tier: str | None = None) -> asyncio.Task[list[Verified]]:
         """A repair of the step, which has left the disk while its bytes were written there."""
         await flip_chunk(self.store, "disk", 1, "params/w0")
         written = disk.hold("put", key="packs/*")
@@ -197,19 +197,19 @@ async def test_a_damaged_step_that_is_evicted_while_its_commit_is_read_again_is_
     assert scene.told() == [StepEvicted]
 
 
-async def test_a_step_that_is_evicted_while_it_is_mended_is_no_step_that_could_not_be_mended(
+async def test_a_step_that_is_evicted_while_it_is_repaired_is_no_step_that_could_not_be_repaired(
     scene: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    verifying = await scene.evicted_while_mended(faults["disk"], "disk")
+    verifying = await scene.evicted_while_repaired(faults["disk"], "disk")
     with pytest.raises(NotFound, match="left tier 'disk' while it was verified"):
         await verifying
-    assert "could not be mended" not in caplog.text
+    assert "could not be repaired" not in caplog.text
 
 
 async def test_what_is_verified_on_other_tiers_is_told_though_the_step_leaves_one(
     scene: Scene, faults: FaultyTiers
 ) -> None:
-    verifying = await scene.evicted_while_mended(faults["disk"])
+    verifying = await scene.evicted_while_repaired(faults["disk"])
     assert [(found.tier, found.intact) for found in await verifying] == [("ram", True)]
 
 
@@ -291,10 +291,10 @@ async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_a
     assert await scene.is_held()
 
 
-async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_mended(scene: Scene) -> None:
+async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_repaired(scene: Scene) -> None:
     await scene.store.evict(1, "disk")
     engine = scene.store._life.engine
-    mending = repair_index(engine.state, engine.admin._collector, scene.step, scene.tier, Corrupt("misread"))
-    await scene.store._life.loop.call(mending)
+    repairing = repair_index(engine.state, engine.admin._collector, scene.step, scene.tier, Corrupt("misread"))
+    await scene.store._life.loop.call(repairing)
     assert await scene.is_gone()
     assert scene.step not in scene.tier.steps.damaged

@@ -71,7 +71,7 @@ async def test_stock_tensorstore_opens_what_is_stored(tiers: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("rotten", ["disk", "far"])
 @pytest.mark.parametrize("key", ["soft", "params/w3"])
-async def test_damage_is_found_restored_around_and_mended(tiers: dict[str, Any], rotten: str, key: str) -> None:
+async def test_damage_is_found_restored_around_and_repaired(tiers: dict[str, Any], rotten: str, key: str) -> None:
     async with CheckpointStore.open(config(tiers)) as store:
         await store.save(1, soft())
         await store.flush()
@@ -191,7 +191,7 @@ CHANGES = [("none", "small"), ("small", "none"), ("small", "fast"), ("fast", "no
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-async def test_a_tier_whose_codec_was_changed_reads_mends_and_extends_what_it_has(
+async def test_a_tier_whose_codec_was_changed_reads_repairs_and_extends_what_it_has(
     tmp_path: Path, before: str, after: str
 ) -> None:
     first = await saved(tmp_path, before, 1, soft())
@@ -236,7 +236,7 @@ async def test_what_lies_in_both_forms_is_read_only_where_no_step_vouches_for_it
 
 
 @pytest.mark.parametrize(("before", "after"), [("none", "small"), ("small", "none")])
-async def test_damage_to_what_lies_in_both_forms_is_mended_and_not_referred_to(
+async def test_damage_to_what_lies_in_both_forms_is_repaired_and_not_referred_to(
     shared_memory: Path, tmp_path: Path, before: str, after: str
 ) -> None:
     await saved(tmp_path, before, 1, soft())
@@ -260,7 +260,7 @@ async def test_damage_to_what_lies_in_both_forms_is_mended_and_not_referred_to(
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 @pytest.mark.parametrize("key", ["soft", "params/w3"])
-async def test_a_step_that_is_mended_after_a_change_of_codec_stays_as_stock_readers_open_it(
+async def test_a_step_that_is_repaired_after_a_change_of_codec_stays_as_stock_readers_open_it(
     shared_memory: Path, tmp_path: Path, before: str, after: str, key: str
 ) -> None:
     await saved(tmp_path, before, 1, soft())

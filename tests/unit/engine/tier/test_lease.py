@@ -234,7 +234,7 @@ async def test_a_lease_that_is_being_renewed_in_place_is_looked_at_again(disk: P
     await store.close()
 
 
-async def test_a_store_that_was_closed_while_its_tier_was_silent_is_in_nobodys_way(
+async def test_a_store_that_was_closed_while_its_tier_was_silent_blocks_no_other(
     shared_memory: Path, disk: Path, faults: FaultyTiers
 ) -> None:
     """Its lease could not be deleted, and its process lives on."""

@@ -108,7 +108,7 @@ class SlabIndexMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.distrusted)
     @rule(data=st.data())
-    def mend(self, data: st.DataObject) -> None:
+    def repair(self, data: st.DataObject) -> None:
         content = data.draw(st.sampled_from(sorted(self.distrusted)))
         offset = data.draw(st.sampled_from(sorted(self.distrusted[content])))
         self.index.trust(digest(content), offset)

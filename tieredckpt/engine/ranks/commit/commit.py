@@ -19,7 +19,7 @@ from tieredckpt.concurrency import in_thread, outlast, together
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import evicting_older, needing
 from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step
-from tieredckpt.engine.promoting.dedupe import refer_to_intact, undoubted
+from tieredckpt.engine.promoting.dedupe import is_verified, refer_to_intact
 from tieredckpt.engine.promoting.pack_writer import write_packs
 from tieredckpt.engine.promoting.room import have_room
 from tieredckpt.engine.ranks.commit.merged import cell_sizes, placed, without_places
@@ -37,6 +37,7 @@ from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import Aborted, Done, Promote
 from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
@@ -113,19 +114,19 @@ class Commits:
             return 0
         begin = time.monotonic()
         try:
-            with self._state.promoting(tier):
+            with promoting(self._state, tier):
                 commit = partial(self._commit, step, tier, parts, begin)
                 return await evicting_older(self._state, self._collector, step, tier, commit)
         except Exception as error:
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
-            self._group.tell(Aborted(step.step, step.serial, tier.name, ranks, str(error)))
+            self._group.publish(Aborted(step.step, step.serial, tier.name, ranks, str(error)))
             self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
             raise
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
         was_there = step in tier.steps.damaged
-        find = partial(in_thread, holders, parts, partial(undoubted, tier), pool=self._state.pool)
+        find = partial(in_thread, holders, parts, partial(is_verified, tier), pool=self._state.pool)
         ranks, sizes = await find()
         counted_on = set(tier.packs.sizes)
         stored_size = tier.chunks.encoding.stored_size
@@ -151,7 +152,7 @@ class Commits:
             if step in self._state.membership.undecided:  # it did not fit into RAM
                 self._state.branch.committed(index.record)
             # Before anybody can tell that it was evicted again.
-            self._state.tell_promoted(index.record, tier, self.written.pop((step, tier.name), 0), begin)
+            report_promoted(self._state, index.record, tier, self.written.pop((step, tier.name), 0), begin)
             for array in index.arrays.values():
                 for chunk in array.chunks:
                     if isinstance(chunk.where, Extent) and not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
@@ -183,7 +184,7 @@ class Commits:
             todo[homes.get(part, part)][part] = b"".join(shares.get(part, ()))
         for rank in group.others:
             await group.communicator.send([rank], f"todo/{number}", encode(todo[rank]))
-        group.tell(Promote(number, step.step, step.serial, tier.name))
+        group.publish(Promote(number, step.step, step.serial, tier.name))
         largest = max((sum(sizes[digest] for digest in share) for share in shares.values()), default=0)
         patience = group.deadline + largest / tier.config.min_bandwidth
         mine = asyncio.ensure_future(self._contribute(step, tier, todo[COORDINATOR]))
@@ -267,7 +268,7 @@ class Commits:
         data = await group.communicator.recv(COORDINATOR, f"todo/{order.number}", timeout=group.deadline)
         todo: dict[int, bytes] = decode(data, dict[int, bytes])
         async with tier.packs.guard:
-            with self._state.promoting(tier):
+            with promoting(self._state, tier):
                 done = await self._contribute(step, tier, todo)
         await group.communicator.send([COORDINATOR], f"done/{order.number}", encode(done))
 

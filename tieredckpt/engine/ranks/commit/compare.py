@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from tieredckpt.concurrency import in_thread, settle
+from tieredckpt.concurrency import in_thread, until_done
 from tieredckpt.engine.ranks.communicator import RanksMissing
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import CompareReplicas
@@ -76,7 +76,7 @@ class _Pass:
     async def run(self, state: State) -> Digests:
         loop = asyncio.get_running_loop()
         threads = [loop.run_in_executor(state.pool, self._work) for _ in range(state.config.copy_threads)]
-        ended = await settle(asyncio.gather(*threads, return_exceptions=True), self._end)
+        ended = await until_done(asyncio.gather(*threads, return_exceptions=True), self._end)
         for error in ended:
             if error is not None:
                 raise error
@@ -116,7 +116,7 @@ def _digest(cell: Cell, outlet: Outlet) -> bytes:
 
 
 class Comparison:
-    """What the ranks of a store have alike in the saves that are not decided on. Lives on the engine's loop."""
+    """Compares replicas of undecided saves across ranks. Runs on the engine's loop."""
 
     def __init__(self, state: State, group: Group) -> None:
         self._state = state
@@ -155,7 +155,7 @@ class Comparison:
         if not groups:
             return ()
         asked = CompareReplicas(attempt, groups)
-        self._group.tell(asked)
+        self._group.publish(asked)
         left = max(0.0, deadline - asyncio.get_running_loop().time())
         try:
             came = await self._group.gather(_topic(asked), self._said(asked), timeout=left)
@@ -185,7 +185,7 @@ def _topic(asked: CompareReplicas) -> str:
 def _compared(
     groups: Sequence[bytes], votes: Mapping[int, Mapping[bytes, bytes]], came: Mapping[int, bytes]
 ) -> tuple[tuple[Difference, ...], list[int]]:
-    """What differs in some groups of ranks, and the ranks of these groups that have not sent their digests."""
+    """Differences within some groups of ranks, and the ranks of these groups that have not sent their digests."""
     said: dict[int, dict[bytes, Digests]] = {rank: decode(data, dict[bytes, Digests]) for rank, data in came.items()}
     silent = [rank for rank in votes if any(name in votes[rank] and name not in said.get(rank, {}) for name in groups)]
     return tuple(difference for name in groups for difference in differences(_by_key(name, said))), silent

@@ -73,7 +73,7 @@ class Votes:
         """At rank 0: the steps that the parts make together."""
         self.comparison = Comparison(state, group)
         self._epoch = 0
-        """Of the last restore."""
+        """Epoch: the number of the last common restore."""
         self._saves: Counter[int] = Counter()
         """How often each step was saved since the last restore."""
         self._saving: set[str] = set()
@@ -160,13 +160,15 @@ class Votes:
         try:
             await self._group.gather(f"saved/{attempt}", encode(save))
         except RanksUnavailable as error:
-            self._doubt(attempt, step, str(error))
+            self._mark_indeterminate(attempt, step, str(error))
             return
         while attempt in self._announced and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await self._state.changed.wait(left)
-        self._doubt(attempt, step, f"rank {COORDINATOR} has not decided on it within {self._group.deadline:g} s")
+        self._mark_indeterminate(
+            attempt, step, f"rank {COORDINATOR} has not decided on it within {self._group.deadline:g} s"
+        )
 
-    def _doubt(self, attempt: str, step: StepId, reason: str) -> None:
+    def _mark_indeterminate(self, attempt: str, step: StepId, reason: str) -> None:
         """Stop waiting; the part stays, as rank 0 may still decide."""
         if attempt in self._announced:
             self._group.missed([COORDINATOR])
@@ -209,7 +211,7 @@ class Votes:
                 open=tuple(self._open),
                 differing=differing,
             )
-            self._group.tell(failed)
+            self._group.publish(failed)
             await self._apply_aborted(failed)
             return
         self._open.discard(attempt)
@@ -217,9 +219,9 @@ class Votes:
         tier = next((save.tier for save in saves.values() if save.tier is not None), None)
         if tier is None:
             self.parts[step] = parts
-        agreed = Committed(attempt, brief(whole.record), tier is None, tuple(self._open), differing)
-        self._group.tell(agreed)
-        await self._apply_committed(agreed)
+        committed = Committed(attempt, brief(whole.record), tier is None, tuple(self._open), differing)
+        self._group.publish(committed)
+        await self._apply_committed(committed)
         if tier is not None:
             await self._commit_streamed(step, tier, parts)
 
@@ -286,22 +288,22 @@ class Votes:
             case CompareReplicas():
                 self._group.start(self.comparison.answer(message), f"comparison of {message.attempt}")
 
-    async def _apply_committed(self, agreed: Committed) -> None:
+    async def _apply_committed(self, committed: Committed) -> None:
         """Count the step as held, or as undecided until its commit on a shared tier if RAM has not all parts."""
-        step = agreed.record.id
-        self._announced.pop(agreed.attempt, None)
-        self.comparison.forget(agreed.attempt)
-        self._emit(step, agreed.differing)
+        step = committed.record.id
+        self._announced.pop(committed.attempt, None)
+        self.comparison.forget(committed.attempt)
+        self._emit(step, committed.differing)
         self._state.membership.failed.pop(step, None)
         self._state.branch.last_serial = max(self._state.branch.last_serial, step.serial)
-        if agreed.in_ram:
+        if committed.in_ram:
             self._state.membership.undecided.discard(step)
-            self._state.branch.committed(agreed.record)
-            self._state.tiers[0].steps.agree(agreed.record)
+            self._state.branch.committed(committed.record)
+            self._state.tiers[0].steps.agree(committed.record)
         else:
             self._state.membership.undecided.add(step)  # until it is on the tier
-        self._state.events.emit(StepCommitted(step.step, step.serial, agreed.record.nbytes))
-        await self._forget_older(step, agreed.open)
+        self._state.events.emit(StepCommitted(step.step, step.serial, committed.record.nbytes))
+        await self._forget_older(step, committed.open)
         self._state.changed.notify()
 
     async def _apply_aborted(self, failed: Aborted) -> None:

@@ -1,4 +1,4 @@
-"""Copies one rank's part of a step into the RAM of another node: `give` sends it, `keep` receives and commits it.
+"""Copies a rank's part of a step into the RAM of another node: `send_part` at the source, `receive_part` there.
 
 The source offers the list of chunks of its part. The holder answers which of them it lacks, receives these into the
 slab that it has for that rank, verifies each, and commits the part as the rank itself did. A replica folder has the
@@ -35,7 +35,7 @@ from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
 from tieredckpt.units import format_size
 
-__all__ = ["Refused", "Transfer", "give", "keep"]
+__all__ = ["Refused", "Transfer", "receive_part", "send_part"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -84,13 +84,13 @@ class _Answer(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: int, pace: Pace) -> int:
+async def send_part(state: State, transfer: Transfer, tier: Tier, step: StepId, to: int, pace: Pace) -> int:
     """Copy the part of a step that lies on ``tier``, one in RAM, to rank ``to``; returns the bytes sent.
 
     Raises:
         NotFound: it is not there any more.
         RanksUnavailable: the other rank does not answer.
-        Refused: the other rank says why it cannot keep it.
+        Refused: the other rank says why it cannot hold it.
     """
     communicator = transfer.communicator
     try:
@@ -99,16 +99,16 @@ async def give(state: State, transfer: Transfer, tier: Tier, step: StepId, to: i
             ram = tier.ram
             assert ram is not None  # it has the step
             await communicator.send([to], transfer.topic("offer"), await in_thread(_offer, index, pool=state.pool))
-            lacks = await _take_answer(transfer, "lacks", to)
+            lacks = await _receive_answer(transfer, "lacks", to)
             sent = await _send(transfer, ram, index, lacks, to, pace)
-            await _take_answer(transfer, "kept", to)
+            await _receive_answer(transfer, "kept", to)
             return sent
     except NotFound:
         await communicator.send([to], transfer.topic("offer"), b"")
         raise
 
 
-async def _take_answer(transfer: Transfer, what: str, source: int) -> list[bytes]:
+async def _receive_answer(transfer: Transfer, what: str, source: int) -> list[bytes]:
     data = await transfer.communicator.recv(source, transfer.topic(what), timeout=transfer.timeout)
     answer: _Answer = decode(data, _Answer)
     if answer.failure is not None:
@@ -143,53 +143,53 @@ async def _send(transfer: Transfer, ram: Ram, index: StepIndex, lacks: Sequence[
     return sent
 
 
-async def keep(state: State, transfer: Transfer, tier: Tier, source: int, make_room: MakeRoom) -> StepId:
+async def receive_part(state: State, transfer: Transfer, tier: Tier, source: int, make_room: MakeRoom) -> StepId:
     """Receive the part of a step from rank ``source``, and commit it on ``tier``, one in RAM; returns the step.
 
     Raises:
         NotFound: the other rank does not have it any more.
         RanksUnavailable: the other rank does not answer.
-        TierUnavailable: the RAM is not there any more; the other rank is told.
-        NoSpace: it does not fit, with the numbers; the other rank is told.
-        Corrupt: what came is not what was saved; the other rank is told.
+        TierUnavailable: the RAM is not there any more; the source gets the failure.
+        NoSpace: it does not fit, with the numbers; the source gets the failure.
+        Corrupt: what came is not what was saved; the source gets the failure.
     """
     communicator = transfer.communicator
     offer = await communicator.recv(source, transfer.topic("offer"), timeout=transfer.timeout)
     if not offer:
-        raise NotFound(f"rank {source} let the part go that it was to give")
-    told = "lacks"
+        raise NotFound(f"rank {source} let the part go that it was to send")
+    stage = "lacks"
     if (ram := tier.ram) is None:
         gone = TierUnavailable(
-            f"tier {tier.name!r} has no RAM to keep a part of rank {source} in; look for why it is gone"
+            f"tier {tier.name!r} has no RAM to hold a part of rank {source} in; look for why it is gone"
         )
-        await _tell(transfer, told, source, _Answer(failure=Failure.of(gone)))
+        await _send_answer(transfer, stage, source, _Answer(failure=Failure.of(gone)))
         raise gone
     taken = _Taken(tier, ram)
     try:
         part = await in_thread(decode_part, offer, f"the part offered by rank {source}", pool=state.pool)
         step = part.record.id
         if tier.steps.has_own(step):
-            await _tell(transfer, "lacks", source, _Answer())
+            await _send_answer(transfer, "lacks", source, _Answer())
         else:
             sizes = _sizes(part.arrays)
             await _have_room(tier, ram, step, sizes, make_room)
             await in_thread(taken.have_memory, sizes)
             lacks = taken.reserve(sizes)
-            await _tell(transfer, "lacks", source, _Answer(b"".join(lacks)))
-            told = "kept"
+            await _send_answer(transfer, "lacks", source, _Answer(b"".join(lacks)))
+            stage = "kept"
             await _receive(state, transfer, taken, lacks, source)
             await commit_file.commit(tier, part.record, taken.located(part.arrays))
             taken.committed = True
-        await _tell(transfer, "kept", source, _Answer())
+        await _send_answer(transfer, "kept", source, _Answer())
     except TieredCkptError as error:
-        await _tell(transfer, told, source, _Answer(failure=Failure.of(error)))
+        await _send_answer(transfer, stage, source, _Answer(failure=Failure.of(error)))
         raise
     finally:
         taken.end()
     return step
 
 
-async def _tell(transfer: Transfer, what: str, to: int, answer: _Answer) -> None:
+async def _send_answer(transfer: Transfer, what: str, to: int, answer: _Answer) -> None:
     await transfer.communicator.send([to], transfer.topic(what), encode(answer))
 
 
@@ -220,13 +220,13 @@ async def _have_room(tier: Tier, ram: Ram, step: StepId, sizes: Mapping[bytes, i
 
 @dataclass
 class _Taken:
-    """What a part that is being received uses of the slab: chunks that were there, and extents for the others."""
+    """Chunks and extents of the slab that a part uses while it is received."""
 
     tier: Tier
     ram: Ram
     uses: list[bytes] = field(default_factory=list)
     extents: dict[bytes, tuple[int, Bytes]] = field(default_factory=dict)
-    """Of chunks that have not arrived yet."""
+    """Extents of chunks that have not arrived yet."""
     places: dict[bytes, Extent] = field(default_factory=dict)
     committed: bool = False
 

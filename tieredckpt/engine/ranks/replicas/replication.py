@@ -29,7 +29,7 @@ from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.communicator import COORDINATOR, exchange, gather
 from tieredckpt.engine.ranks.group import Group, vote
 from tieredckpt.engine.ranks.messages import Replicate, Replicated
-from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, give, keep
+from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, receive_part, send_part
 from tieredckpt.engine.ranks.replicas.placement import copies_possible, place_ranks
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
@@ -101,7 +101,7 @@ class Replication:
     @property
     def copies(self) -> int:
         """On how many nodes every part lies; fewer than configured if there are not enough nodes."""
-        return 1 + max((len(keepers) for keepers in self._placed), default=0)
+        return 1 + max((len(holders) for holders in self._placed), default=0)
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -147,14 +147,14 @@ class Replication:
         self._check_fits()
         own = self._own
         try:
-            for ward in [rank for rank, keepers in enumerate(self._placed) if self._group.rank in keepers]:
-                await self._open_kept(ward)
+            for owner in [rank for rank, holders in enumerate(self._placed) if self._group.rank in holders]:
+                await self._open_kept(owner)
         except TierUnavailable as error:
             _log.warning("rank %d keeps no replicas: %s", self._group.rank, error)
             return _LACKING
         has = _Has(
             [step for step in {*own.steps.held, *own.steps.parts} if own.steps.has_own(step)],
-            {ward: [*tier.steps.parts] for ward, tier in self.kept.items()},
+            {owner: [*tier.steps.parts] for owner, tier in self.kept.items()},
         )
         return encode(has)
 
@@ -183,18 +183,18 @@ class Replication:
                 self._note(step, part, rank)
         return b""
 
-    async def _open_kept(self, ward: int) -> None:
+    async def _open_kept(self, owner: int) -> None:
         own = self._own
         if own.ram is None:
             raise TierUnavailable(f"tier {own.name!r} could not be opened there")
-        folder = replica_folder(Path(own.ram.store.location), ward)
+        folder = replica_folder(Path(own.ram.store.location), owner)
         capacity = self._config.capacity if isinstance(self._config.capacity, int) else None
         sharers = len(self._group.local_ranks) * self._config.replicas
 
         async def connect() -> RamStore:
             return await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
 
-        tier = self.kept[ward] = Tier(own.name, own.index, self._config, connect)
+        tier = self.kept[owner] = Tier(own.name, own.index, self._config, connect)
         marker = await tier.open()
         assert self._state.identity.marker is not None
         if marker != self._state.identity.marker:
@@ -248,8 +248,8 @@ class Replication:
             return None  # a part is nowhere in RAM
         copies = [
             (part, min(has[part], key=lambda rank: (rank != part, rank)), rank)
-            for part, keepers in enumerate(self._placed)
-            for rank in (part, *keepers)
+            for part, holders in enumerate(self._placed)
+            for rank in (part, *holders)
             if rank not in has[part]
         ]
         if not copies and self._state.membership.replicated.get(step) == self.copies:
@@ -260,7 +260,7 @@ class Replication:
     async def _carry_out_by_all(self, order: Replicate) -> None:
         step = StepId(order.serial, order.step)
         begin = time.monotonic()
-        self._group.tell(order)
+        self._group.publish(order)
         topic, failure, sent = f"replicas/done/{order.number}", None, 0
         patience = self._group.deadline + self._own.steps.held[step].record.nbytes / self._slowest
         mine = encode(await self._copy(order))
@@ -285,7 +285,7 @@ class Replication:
             self._tried.add(step)
         seconds = time.monotonic() - begin
         news = Replicated(order.step, order.serial, self.copies, sent, seconds, failure, ranks)
-        self._group.tell(news)
+        self._group.publish(news)
         await self.apply_news(news)
 
     @property
@@ -334,14 +334,14 @@ class Replication:
             self._commits.folders.get(step, {}).get(part),
         ]
         tier = next((tier for tier in here if tier is not None and tier.steps.has_own(step)), self._own)
-        return await give(self._state, self._transfer(order, part), tier, step, to, self._pace)
+        return await send_part(self._state, self._transfer(order, part), tier, step, to, self._pace)
 
     async def _keep(self, order: Replicate, part: int, source: int) -> None:
         transfer = self._transfer(order, part)
         if part != self._group.rank:
-            await keep(self._state, transfer, self.kept[part], source, self._let_older_go)
+            await receive_part(self._state, transfer, self.kept[part], source, self._let_older_go)
             return
-        step = await keep(self._state, transfer, self._own, source, self._collector.make_room)
+        step = await receive_part(self._state, transfer, self._own, source, self._collector.make_room)
         steps = self._own.steps
         steps.agree((steps.held.get(step) or steps.parts[step]).record)
         self._state.changed.notify()

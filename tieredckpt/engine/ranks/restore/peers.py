@@ -129,7 +129,7 @@ class PeerExchange:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the chunks of an exchange lie, and where they are wanted."""
+    """Places of the chunks of an exchange, and their targets."""
 
     source: StepSource
     wanted: Mapping[bytes, Sequence[Piece]]

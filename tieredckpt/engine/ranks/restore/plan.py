@@ -27,7 +27,7 @@ __all__ = ["Stock", "Task", "decode_stock", "decode_tasks", "encode_stock", "enc
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What one rank reports to rank 0: the chunks that it needs and has not in RAM, and those that it can send."""
+    """A rank's report to rank 0: the chunks that it needs and has not in RAM, and those that it can send."""
 
     needs: Mapping[bytes, int]
     """Bytes of each, by digest; in the order in which they lie on the slower tier."""
@@ -125,7 +125,7 @@ def _digests(data: bytes, count: int | None = None) -> Iterator[bytes]:
     return (data[start : start + SIZE] for start in range(0, len(data), SIZE))
 
 
-class _Give(NamedTuple):
+class _Assignment(NamedTuple):
     """The way of one chunk: from ``source``, which reads it unless its RAM has it, to the ranks that need it."""
 
     before: int
@@ -158,20 +158,20 @@ def plan(stocks: Mapping[int, Stock], *, group: int | None = None, reads: bool =
         for digest, nbytes in stock.needs.items():
             needers.setdefault(digest, []).append(rank)
             sizes[digest] = nbytes
-    gives = _Loads(sizes)
+    loads = _Loads(sizes)
     for (having, needing), digests in _alike(holders, needers).items():
         if having:
-            gives.share(digests, having, needing, from_ram=True)
+            loads.share(digests, having, needing, from_ram=True)
         elif reads:
             for near in _groups(needing, group):
                 if len(near) > 1:
-                    gives.share(digests, near, near, from_ram=False)
+                    loads.share(digests, near, near, from_ram=False)
     tasks: dict[int, list[Task]] = {rank: [] for rank in stocks}
-    for give in sorted(gives.made):
-        source = give.source if give.from_ram else None
-        tasks[give.source].append(Task(give.digest, give.nbytes, source, give.to))
-        for rank in give.to:
-            tasks[rank].append(Task(give.digest, give.nbytes, give.source, ()))
+    for assignment in sorted(loads.made):
+        source = assignment.source if assignment.from_ram else None
+        tasks[assignment.source].append(Task(assignment.digest, assignment.nbytes, source, assignment.to))
+        for rank in assignment.to:
+            tasks[rank].append(Task(assignment.digest, assignment.nbytes, assignment.source, ()))
     return tasks
 
 
@@ -205,7 +205,7 @@ class _Loads:
         self._sizes = sizes
         self._load: dict[tuple[int, bool], int] = {}
         """Bytes to send or read, by source and by whether they come from RAM."""
-        self.made: list[_Give] = []
+        self.made: list[_Assignment] = []
 
     def share(self, digests: Sequence[bytes], sources: Sequence[int], to: Sequence[int], *, from_ram: bool) -> None:
         """Divide chunks among ``sources``, in runs: neighbouring chunks are read together.
@@ -225,7 +225,7 @@ class _Loads:
             while given + nbytes / 2 > end and source != emptiest[-1]:
                 source, others = _next(remaining, to)
                 end += max(0.0, level - load[source])
-            self.made.append(_Give(load[source], source, digest, self._sizes[digest], from_ram, others))
+            self.made.append(_Assignment(load[source], source, digest, self._sizes[digest], from_ram, others))
             load[source] += nbytes
             given += nbytes
         self._load.update({(source, from_ram): nbytes for source, nbytes in load.items()})

@@ -59,10 +59,10 @@ async def open_read_only_ram(state: State) -> None:
             _log.info("%s is not whole in the RAM of this machine: %s", step, error)
             continue
         whole[step] = MergedRam(step, first, merged, partial(near, state, step))
-    for step in state.read_only_steps:
+    for step in state.reader.ram_steps:
         if step not in whole and not first.steps.has_own(step):
             first.steps.drop(step)
-    state.read_only_steps = whole
+    state.reader.ram_steps = whole
     for step, found in whole.items():
         first.steps.held.setdefault(step, Held(found.index.record, ""))
 

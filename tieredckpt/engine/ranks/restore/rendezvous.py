@@ -47,7 +47,7 @@ class Rendezvous:
         self._called: dict[int, int] = {}
         """Those of them that are to confirm, and the ask that each is to confirm."""
         self._here: set[int] = set()
-        """Those that have confirmed."""
+        """Ranks that have confirmed."""
         self._came = Notification()
         self._epoch = 0
 
@@ -79,7 +79,7 @@ class Rendezvous:
             self._met(self._epoch)
         met = RendezvousComplete(self._epoch, dict(self._asking), missing)
         self._asking.clear()
-        self._group.tell(met)
+        self._group.publish(met)
         return met
 
     def _ask_who_waits(self) -> None:
@@ -88,7 +88,7 @@ class Rendezvous:
             asks = {rank: ask for rank, ask in self._asking.items() if self._called.get(rank) != ask}
             if asks:
                 self._called |= asks
-                self._group.tell(RendezvousOpened(asks))
+                self._group.publish(RendezvousOpened(asks))
 
     async def _ask(self) -> RendezvousComplete:
         self._asked += 1

@@ -86,7 +86,7 @@ class CollectiveRestores:
         self._peers = PeerExchange(state, group)
         self._guards_restore = asyncio.Lock()
         self._epoch = 0
-        """Of the restore under way, the same on all ranks."""
+        """Epoch of the restore under way, the same on all ranks."""
         self._found = False
         """Whether there is a step to restore, so that all ranks vote on whether they can read it."""
         self._begun = False
@@ -95,7 +95,7 @@ class CollectiveRestores:
         """Whether all ranks read."""
         self._index: Index = (b"", b"", "")
         self.chosen: ChosenStep | None = None
-        """What all ranks restore at present."""
+        """The step that all ranks restore at present."""
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:
         """The step that all ranks restore, and its record; once in a restore.

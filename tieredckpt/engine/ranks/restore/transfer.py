@@ -169,7 +169,7 @@ class ChunkTransfer:
     place: Callable[[bytes, Bytes], Any]
     """Copies a chunk's verified bytes to where they are wanted; runs on the pool."""
     came: dict[bytes, str] = field(default_factory=dict)
-    """Where each chunk that was placed came from: the name of a tier, or `PEERS`."""
+    """Origin of each chunk that was placed: the name of a tier, or `PEERS`."""
     corrupt: set[bytes] = field(default_factory=set)
     """Chunks that this rank was to send, and that are missing or damaged in its RAM."""
     _lanes: dict[tuple[int, bool], _Lane] = field(default_factory=dict)

@@ -187,7 +187,7 @@ async def test_a_tier_that_fails_one_rank_is_tried_again(
     await finds(place, 1)
 
 
-async def test_a_rank_that_hangs_while_it_writes_stalls_nobodys_training(place: Place) -> None:
+async def test_a_rank_that_hangs_while_it_writes_stalls_no_training(place: Place) -> None:
     async with place.open() as ranks:
         held = ranks.faulty(2).hold("put", key="packs/*")
         await ranks.save(1)

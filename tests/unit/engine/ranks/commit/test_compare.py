@@ -87,7 +87,7 @@ async def test_leaves_of_any_layout_and_size_are_compared_declared_or_not(
             assert (found.key, found.ranks) == (key, (1,))
 
 
-async def test_of_two_ranks_both_are_named_for_nobody_knows_who_is_wrong(shared_memory: Path, tmp_path: Path) -> None:
+async def test_of_two_replicas_that_differ_both_are_named(shared_memory: Path, tmp_path: Path) -> None:
     async with ranks_of(2, shared_memory, tmp_path) as ranks:
         for step, replicated in ((1, DECLARED), (2, ())):
             trees = [replica(1), replica(1)]

@@ -20,7 +20,7 @@ from support.scenes import CHUNK, config, ram
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
-from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, give, keep
+from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, receive_part, send_part
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
@@ -40,7 +40,7 @@ STORE = "12345678-1234-1234-1234-123456789abc"
 
 @dataclass
 class Node:
-    """A rank with one RAM tier, and what it needs to give and keep."""
+    """A rank with one RAM tier, and what it needs to send_part and receive_part."""
 
     communicator: InProcess
     state: State
@@ -144,123 +144,127 @@ async def no_room(tier: Tier, enough: Callable[[], bool]) -> None:
 
 
 async def copy(
-    giver: Node, keeper: Node, step: StepId, number: int, *, pace: Pace | None = None, timeout: float = SOON
+    source: Node, holder: Node, step: StepId, number: int, *, pace: Pace | None = None, timeout: float = SOON
 ) -> tuple[int | BaseException, StepId | BaseException]:
     """What both sides of one transfer return or raise."""
-    given = give(giver.state, Transfer(giver.communicator, number, timeout), giver.tier, step, 1, pace or Pace(None))
-    kept = keep(keeper.state, Transfer(keeper.communicator, number, timeout), keeper.tier, 0, no_room)
+    given = send_part(
+        source.state, Transfer(source.communicator, number, timeout), source.tier, step, 1, pace or Pace(None)
+    )
+    kept = receive_part(holder.state, Transfer(holder.communicator, number, timeout), holder.tier, 0, no_room)
     async with asyncio.timeout(SOON):
         sent, got = await asyncio.gather(given, kept, return_exceptions=True)
     return sent, got
 
 
 async def test_a_replica_has_every_byte_of_the_part(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (giver, keeper):
-        step = await giver.save(1, tree(1))
-        assert await copy(giver, keeper, step, 1) == (12 * CHUNK, step)
-        assert await keeper.read(step, "w") == tree(1)["w"].tobytes()
-        assert await keeper.read(step, "small") == tree(1)["small"].tobytes()
-        assert (await step_index.load(keeper.tier, step)).record == (await step_index.load(giver.tier, step)).record
+    async with nodes(shared_memory, World(2)) as (source, holder):
+        step = await source.save(1, tree(1))
+        assert await copy(source, holder, step, 1) == (12 * CHUNK, step)
+        assert await holder.read(step, "w") == tree(1)["w"].tobytes()
+        assert await holder.read(step, "small") == tree(1)["small"].tobytes()
+        assert (await step_index.load(holder.tier, step)).record == (await step_index.load(source.tier, step)).record
 
 
 async def test_only_chunks_that_the_keeper_lacks_are_sent(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (giver, keeper):
-        await copy(giver, keeper, await giver.save(1, tree(1)), 1)
-        second = await giver.save(2, tree(2, changed=3))
-        third = await giver.save(3, tree(2, changed=3))
-        assert await copy(giver, keeper, second, 2) == (12 * CHUNK, second)
-        assert await copy(giver, keeper, third, 3) == (0, third)
-        fourth = await giver.save(4, tree(4, changed=3))
-        assert await copy(giver, keeper, fourth, 4) == (3 * CHUNK, fourth)
-        assert await keeper.read(fourth, "w") == tree(4, changed=3)["w"].tobytes()
-        assert await copy(giver, keeper, fourth, 5) == (0, fourth)
+    async with nodes(shared_memory, World(2)) as (source, holder):
+        await copy(source, holder, await source.save(1, tree(1)), 1)
+        second = await source.save(2, tree(2, changed=3))
+        third = await source.save(3, tree(2, changed=3))
+        assert await copy(source, holder, second, 2) == (12 * CHUNK, second)
+        assert await copy(source, holder, third, 3) == (0, third)
+        fourth = await source.save(4, tree(4, changed=3))
+        assert await copy(source, holder, fourth, 4) == (3 * CHUNK, fourth)
+        assert await holder.read(fourth, "w") == tree(4, changed=3)["w"].tobytes()
+        assert await copy(source, holder, fourth, 5) == (0, fourth)
 
 
 async def test_what_does_not_fit_is_refused_with_the_numbers_on_both_sides(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2), capacity="400 KiB") as (giver, keeper):
-        first = await giver.save(1, tree(1, changed=12))
-        await copy(giver, keeper, first, 1)
-        used = keeper.used
-        await giver.collector.evictor.let_part_go(first, giver.tier)
-        second = await giver.save(2, tree(2, changed=12))
-        given, kept = await copy(giver, keeper, second, 2)
+    async with nodes(shared_memory, World(2), capacity="400 KiB") as (source, holder):
+        first = await source.save(1, tree(1, changed=12))
+        await copy(source, holder, first, 1)
+        used = holder.used
+        await source.collector.evictor.let_part_go(first, source.tier)
+        second = await source.save(2, tree(2, changed=12))
+        given, kept = await copy(source, holder, second, 2)
         assert isinstance(given, Refused)
         assert given.rank == 1
         assert isinstance(kept, NoSpace)
         for end in (given, kept):
             assert "a copy of step 2 (serial 2) needs 240 KiB" in str(end)
-        assert keeper.used == used
-        assert second not in {*keeper.tier.steps.parts, *keeper.tier.steps.held}
-        assert await keeper.read(first, "w") == tree(1)["w"].tobytes()
+        assert holder.used == used
+        assert second not in {*holder.tier.steps.parts, *holder.tier.steps.held}
+        assert await holder.read(first, "w") == tree(1)["w"].tobytes()
 
 
 async def test_a_part_that_rots_on_the_way_is_not_kept(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (giver, keeper):
-        step = await giver.save(1, tree(1))
-        extents = [*unique_extents((await step_index.load(giver.tier, step)).arrays).values()]
-        assert giver.tier.ram is not None
-        giver.tier.ram.slab.array[extents[5].offset] ^= 1
-        given, kept = await copy(giver, keeper, step, 1)
+    async with nodes(shared_memory, World(2)) as (source, holder):
+        step = await source.save(1, tree(1))
+        extents = [*unique_extents((await step_index.load(source.tier, step)).arrays).values()]
+        assert source.tier.ram is not None
+        source.tier.ram.slab.array[extents[5].offset] ^= 1
+        given, kept = await copy(source, holder, step, 1)
         assert isinstance(given, Refused)
         assert isinstance(kept, Corrupt)
-        assert not {*keeper.tier.steps.parts, *keeper.tier.steps.held}
-        assert keeper.used == 0
+        assert not {*holder.tier.steps.parts, *holder.tier.steps.held}
+        assert holder.used == 0
 
 
 @pytest.mark.parametrize("verb", ["send", "recv", "send_bulk"])
 async def test_a_giver_that_dies_leaves_the_keeper_as_it_was(shared_memory: Path, verb: str) -> None:
     world = World(2)
-    async with nodes(shared_memory, world) as (giver, keeper):
-        step = await giver.save(1, tree(1))
+    async with nodes(shared_memory, world) as (source, holder):
+        step = await source.save(1, tree(1))
         world.kill(0, verb)
-        transfer = Transfer(giver.communicator, 1, 0.2)
-        dead = asyncio.create_task(give(giver.state, transfer, giver.tier, step, 1, Pace(None)))
+        transfer = Transfer(source.communicator, 1, 0.2)
+        dead = asyncio.create_task(send_part(source.state, transfer, source.tier, step, 1, Pace(None)))
         with pytest.raises(RanksUnavailable):
-            await keep(keeper.state, Transfer(keeper.communicator, 1, 0.2), keeper.tier, 0, no_room)
-        assert keeper.used == 0
+            await receive_part(holder.state, Transfer(holder.communicator, 1, 0.2), holder.tier, 0, no_room)
+        assert holder.used == 0
         dead.cancel()
         await asyncio.wait([dead])
-        assert not giver.tier.steps.pins
+        assert not source.tier.steps.pins
 
 
 @pytest.mark.parametrize("verb", ["send", "recv", "recv_bulk"])
 async def test_a_keeper_that_dies_lets_the_giver_go_on(shared_memory: Path, verb: str) -> None:
     world = World(2)
-    async with nodes(shared_memory, world) as (giver, keeper):
-        step = await giver.save(1, tree(1))
+    async with nodes(shared_memory, world) as (source, holder):
+        step = await source.save(1, tree(1))
         world.kill(1, verb)
-        dead = asyncio.create_task(keep(keeper.state, Transfer(keeper.communicator, 1, 0.2), keeper.tier, 0, no_room))
+        dead = asyncio.create_task(
+            receive_part(holder.state, Transfer(holder.communicator, 1, 0.2), holder.tier, 0, no_room)
+        )
         with pytest.raises(RanksUnavailable):
-            await give(giver.state, Transfer(giver.communicator, 1, 0.2), giver.tier, step, 1, Pace(None))
-        assert not giver.tier.steps.pins
+            await send_part(source.state, Transfer(source.communicator, 1, 0.2), source.tier, step, 1, Pace(None))
+        assert not source.tier.steps.pins
         dead.cancel()
         await asyncio.wait([dead])
 
 
 async def test_a_part_that_was_let_go_is_not_waited_for(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (giver, keeper):
-        for end in await copy(giver, keeper, StepId(7, 7), 1):
+    async with nodes(shared_memory, World(2)) as (source, holder):
+        for end in await copy(source, holder, StepId(7, 7), 1):
             assert isinstance(end, NotFound)
 
 
 async def test_a_giver_whose_ram_is_gone_says_so(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (giver, keeper):
-        step = await giver.save(1, tree(1))
-        await giver.tier.disconnect()
-        for end in await copy(giver, keeper, step, 1):
+    async with nodes(shared_memory, World(2)) as (source, holder):
+        step = await source.save(1, tree(1))
+        await source.tier.disconnect()
+        for end in await copy(source, holder, step, 1):
             assert isinstance(end, NotFound)
 
 
 async def test_a_keeper_whose_ram_is_gone_says_so(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (giver, keeper):
-        step = await giver.save(1, tree(1))
-        await keeper.tier.disconnect()
-        given, kept = await copy(giver, keeper, step, 1)
+    async with nodes(shared_memory, World(2)) as (source, holder):
+        step = await source.save(1, tree(1))
+        await holder.tier.disconnect()
+        given, kept = await copy(source, holder, step, 1)
         assert isinstance(given, Refused)
         assert given.rank == 1
         assert isinstance(kept, TierUnavailable)
         assert "tier 'ram' has no RAM" in str(given)
-        assert not giver.tier.steps.pins
+        assert not source.tier.steps.pins
 
 
 async def test_copies_keep_to_their_rate() -> None:

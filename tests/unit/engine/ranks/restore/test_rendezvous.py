@@ -176,7 +176,7 @@ async def test_a_restore_that_fails_leaves_the_line_as_it_was_on_every_rank(
         outcomes = await asyncio.gather(*restoring, return_exceptions=True)
         assert not any(isinstance(outcome, Restored) for outcome in outcomes)
         await ranks.reached(await ranks.save(3), "disk")
-        assert [[info.step for info in await store.steps() if not info.abandoned] for store in ranks.stores] == [
+        assert [[info.step for info in await store.steps() if not info.off_branch] for store in ranks.stores] == [
             [1, 2, 3]
         ] * 2
 

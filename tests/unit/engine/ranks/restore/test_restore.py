@@ -207,7 +207,7 @@ async def test_a_rollback_abandons_what_was_saved_after_on_every_rank(place: Pla
         await ranks.restored(1)
         await ranks.reached(await ranks.save(2, seed=20), "disk")
         for store in ranks.stores:
-            assert [info.step for info in await store.steps() if not info.abandoned] == [1, 2]
+            assert [info.step for info in await store.steps() if not info.off_branch] == [1, 2]
     async with place.open(2) as ranks:
         for restored in await ranks.restored():
             assert_whole(restored, 20) if restored is None else None
@@ -216,7 +216,7 @@ async def test_a_rollback_abandons_what_was_saved_after_on_every_rank(place: Pla
             np.testing.assert_array_equal(restored.tree["w"], whole(20))
 
 
-async def test_damage_in_ram_is_read_around_and_mended(place: Place) -> None:
+async def test_damage_in_ram_is_read_around_and_repaired(place: Place) -> None:
     async with place.open(2) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
         ram = ranks[1]._life.engine.state.tiers[0].ram

@@ -58,8 +58,8 @@ async def place_of(store: CheckpointStore, step: int, key: str, ordinal: int = 0
     return where
 
 
-async def mended(store: CheckpointStore, objects: Objects) -> Extent:
-    """Where a chunk of step 1 lay until it was damaged, and mended in another place."""
+async def repaired(store: CheckpointStore, objects: Objects) -> Extent:
+    """Where a chunk of step 1 lay until it was damaged, and repaired in another place."""
     damaged = await place_of(store, 1, "params/w0")
     objects.data[damaged.path][damaged.offset] ^= 1
     (found,) = await store.verify(1, "far", repair=True)
@@ -109,13 +109,13 @@ async def test_of_several_ranks_too_such_a_pack_lends_none(
 
 
 @pytest.mark.parametrize("first", [sorted, lambda keys: sorted(keys, reverse=True)], ids=["one way", "the other"])
-async def test_of_two_copies_of_a_mended_chunk_the_next_process_refers_to_the_good_one(
+async def test_of_two_copies_of_a_repaired_chunk_the_next_process_refers_to_the_good_one(
     shared_memory: Path, objects: Objects, slow: None, first: Callable[[list[str]], list[str]]
 ) -> None:
     store = await opened(shared_memory)
     await store.save(1, tree(1))
     await store.flush()
-    damaged = await mended(store, objects)
+    damaged = await repaired(store, objects)
     assert (await place_of(store, 1, "params/w0")).path != damaged.path
     assert damaged.path in packs(objects), "its other chunks are in use"
     await crash(store)
@@ -131,11 +131,11 @@ async def test_of_two_copies_of_a_mended_chunk_the_next_process_refers_to_the_go
 async def test_a_damaged_copy_that_outlived_the_good_one_is_not_referred_to(
     shared_memory: Path, objects: Objects, slow: None
 ) -> None:
-    """The mended step is evicted, and a crash comes when of the packs that go only the good one has gone."""
+    """The repaired step is evicted, and a crash comes when of the packs that go only the good one has gone."""
     store = await opened(shared_memory)
     await store.save(1, tree(1))
     await store.flush()
-    await mended(store, objects)
+    await repaired(store, objects)
     good = await place_of(store, 1, "params/w0")
     await crash(store)
     for key in [key for key in objects.data if key.startswith(layout.STEPS)] + [good.path]:
@@ -167,14 +167,14 @@ async def test_what_a_committed_step_refers_to_is_not_read_to_be_referred_to_aga
 async def test_a_step_that_is_committed_anew_brings_no_damaged_copy_back(
     shared_memory: Path, objects: Objects, slow: None
 ) -> None:
-    """Two steps share a chunk, one of them was mended; the other is rewritten for another pack's sake."""
+    """Two steps share a chunk, one of them was repaired; the other is rewritten for another pack's sake."""
     others = tree(2)["params"]
     async with opened(shared_memory, repack_below=0.5) as store:
         for step, more in ((1, {}), (2, {"other": others}), (3, {"other": {"w0": others["w0"]}})):
             await store.save(step, tree(1) | more)
             await store.flush()
         await store.evict(2, "far")
-        damaged = await mended(store, objects)
+        damaged = await repaired(store, objects)
         assert await place_of(store, 3, "params/w0") == damaged
         sparse = await place_of(store, 3, "other/w0")
         await store.collect()

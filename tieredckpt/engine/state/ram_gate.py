@@ -1,0 +1,58 @@
+"""The gate before RAM: work that can wait pauses while a save copies, and readers of RAM give way to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tieredckpt.engine.notify import Notification
+
+__all__ = ["GiveWay", "RamGate"]
+
+
+class GiveWay(Protocol):
+    """Releases a step that a reader keeps in RAM, for a save that needs the memory."""
+
+    async def __call__(self, *, must: bool) -> None:
+        """Release the step in RAM, if another tier has it; with ``must`` in any case."""
+
+
+@dataclass
+class RamGate:
+    """Lets saves pass before exports. Touched on the engine's loop alone."""
+
+    changed: Notification
+    """Notified when a save has copied its tree."""
+    _copying: int = 0
+    """How many saves copy to RAM at present."""
+    _readers: list[GiveWay] = field(default_factory=list)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Make callers of `quiet` wait while the block copies a tree, for which a training waits."""
+        self._copying += 1
+        try:
+            yield
+        finally:
+            self._copying -= 1
+            self.changed.notify()
+
+    async def quiet(self) -> None:
+        """Return when no save copies to RAM."""
+        await self.changed.until(lambda: not self._copying)
+
+    @contextmanager
+    def yielding(self, give_way: GiveWay) -> Iterator[None]:
+        """Call ``give_way`` when a save needs memory of RAM, while the block runs."""
+        self._readers.append(give_way)
+        try:
+            yield
+        finally:
+            self._readers.remove(give_way)
+
+    async def make_readers_yield(self, *, must: bool) -> None:
+        """Ask every reader of RAM that can wait to release its step; see `GiveWay`."""
+        for give_way in tuple(self._readers):
+            await give_way(must=must)
