@@ -224,7 +224,7 @@ def match(
     )
 
 
-def _refuse_differences(missing: Sequence[str], extra: Sequence[str], mismatched: Sequence[str]) -> None:
+def _refuse_differences(missing: list[str], extra: list[str], mismatched: list[str]) -> None:
     """Raise one `Invalid` that lists all differences, if there are any."""
     if missing or extra or mismatched:
         parts = [
