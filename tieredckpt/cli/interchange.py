@@ -99,6 +99,10 @@ def export(
 
     with reading(store) as opened:
         done = from_copies(opened, step, write, lossy=lossy)
+    _print_exported(done, as_json=as_json)
+
+
+def _print_exported(done: Exported, *, as_json: bool) -> None:
     if as_json:
         print_json(
             {

@@ -31,7 +31,8 @@ from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.mode.alone import Alone, Reader
 from tieredckpt.engine.mode.among_ranks import AmongRanks
 from tieredckpt.engine.mode.beside_agent import BesideAgent
-from tieredckpt.engine.opening.connect import connect, connect_ram, identify, make_derived_tiers, make_tiers
+from tieredckpt.engine.opening.connect import connect, connect_ram, make_derived_tiers, make_tiers
+from tieredckpt.engine.opening.identify import identify
 from tieredckpt.engine.opening.ram import keep_noted
 from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
 from tieredckpt.engine.promoting.copy_step import copy_step

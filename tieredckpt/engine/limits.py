@@ -53,6 +53,9 @@ class Limits:
     """Asked for at a time of a store that digests reads, or one run: each read ends within the deadline of a tier that
     is as slow as it may be, though all share its bandwidth."""
 
+    steps_asked: int = 4
+    """Newest steps whose indexes are asked which copy of a chunk they use, before a chunk is read to verify it."""
+
     # -- saves
     wait_for_room: float = 600.0
     """That ``when_full = "wait"`` waits at most."""

@@ -17,7 +17,8 @@ from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.ram.slab_meta import read_note
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, whole
-from tieredckpt.engine.opening.connect import connect, identify, reopen
+from tieredckpt.engine.opening.connect import connect, reopen
+from tieredckpt.engine.opening.identify import identify
 from tieredckpt.engine.opening.scan import scan_tier_again
 from tieredckpt.engine.opening.stale_ram import remove_stale_ram
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram, seen_in_ram

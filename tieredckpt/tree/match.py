@@ -207,16 +207,7 @@ def match(
             continue  # a list of which ``keys`` select a part has become a dict
         if why := _difference(path, node, found, wanted.objects, dtypes.get(path), casts=casts, fills=fills):
             mismatched.append(f"{show_key(path)} ({why})")
-    if missing or extra or mismatched:
-        parts = [
-            _listed("missing from the step", [repr(path) for path in missing]),
-            _listed("only in the step", [repr(path) for path in extra]),
-            _listed("different", mismatched),
-        ]
-        raise Invalid(
-            f"`like` does not fit the step: {'; '.join(part for part in parts if part)}. "
-            f"Change `like`, restore a part with `keys`, or restore without `like` to see what is there"
-        )
+    _refuse_differences(missing, extra, mismatched)
     arrays = tuple(node for node in as_saved.values() if isinstance(node, ArrayNode))
     pairs = [(likes[path], stored[path]) for path in compared]
     numbers = tuple(found for node, found in pairs if isinstance(found, ArrayNode) and not isinstance(node, ArrayNode))
@@ -231,6 +222,20 @@ def match(
         wanted.objects,
         kept,
     )
+
+
+def _refuse_differences(missing: list[str], extra: list[str], mismatched: list[str]) -> None:
+    """Raise one `Invalid` that lists all differences, if there are any."""
+    if missing or extra or mismatched:
+        parts = [
+            _listed("missing from the step", [repr(path) for path in missing]),
+            _listed("only in the step", [repr(path) for path in extra]),
+            _listed("different", mismatched),
+        ]
+        raise Invalid(
+            f"`like` does not fit the step: {'; '.join(part for part in parts if part)}. "
+            f"Change `like`, restore a part with `keys`, or restore without `like` to see what is there"
+        )
 
 
 def _kept(likes: Mapping[str, Node], keys: Sequence[str] | None) -> set[str]:

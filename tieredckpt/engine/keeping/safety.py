@@ -1,6 +1,18 @@
 """Promise 6: which copy of which step may be deleted, whatever a policy proposes.
 
-One deletion does not ask: `CheckpointStore.delete` with ``force``, for a person may throw away what is theirs.
+`Evictor.evict` asks this rule for every eviction. These deletions of manifests, packs and memory do not ask it:
+
+- `Evictor.evict` with ``deleted``: a person deletes a step; `check_deletable` was asked before, unless with ``force``.
+- `Evictor.let_part_go`: a rank's part of a step that is not committed, or that rank 0 has evicted for all ranks.
+- `Evictor.find_out`: repeats an eviction that this rule permitted and whose outcome is unknown; it asks again first.
+- `Evictor.drop_unreadable`: a step in RAM whose index is damaged is no good copy.
+- `Collector`: packs and index nodes that no step refers to, and failed commits that may come late.
+- `commit_file`: a failed first commit, and the nodes of a commit that a newer one of the same step replaces.
+- `Replication`: replicas in RAM, which never count as durable; the last fully replicated step stays.
+- `opening.scan`: steps in RAM that cannot be read, or whose extents overlap others.
+- `opening.stale_ram`: RAM that another run has overtaken, after the shared tiers were compared with it.
+- `ranks.commit`: parts of a step on a shared tier, after its merged manifest was written.
+- The lease, catalogs and mailboxes hold no copy of a step.
 """
 
 from __future__ import annotations

@@ -1,42 +1,32 @@
-"""From a tier's configuration to its blob store, and from a store's tiers to one identity."""
+"""Connections: opens the blob store of a tier, checks whose store is there, and lists what it holds."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
 from tieredckpt.blobs.base import BlobStore
-from tieredckpt.blobs.ram.find import FoundRam
-from tieredckpt.blobs.ram.owner import Place
-from tieredckpt.blobs.ram.places import place_of, places_of
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Pace, Paced, Retrying
 from tieredckpt.concurrency import whole
 from tieredckpt.config import StoreConfig, TierConfig
-from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.config.kinds import exists, kind_of
-from tieredckpt.engine.opening.capacity import refuse_what_cannot_fit
-from tieredckpt.engine.opening.identity import consistent_markers, marker_of, store_of_steps
-from tieredckpt.engine.opening.ram import attach_ram, find, mark_ram, note_owner, open_ram, refuse_other_file_system
-from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name
+from tieredckpt.engine.opening.identity import marker_of, store_of_steps
+from tieredckpt.engine.opening.ram import attach_ram, mark_ram, note_owner, open_ram, refuse_other_file_system
 from tieredckpt.engine.opening.scan import scan_tier
-from tieredckpt.engine.opening.stale_ram import remove_stale_ram
-from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
-from tieredckpt.events import Events, RamLeftAlone, TierHangs
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TierUnavailable
+from tieredckpt.events import Events, TierHangs
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId, StoreMarker
-from tieredckpt.settings import explain
+from tieredckpt.format.manifest import StoreMarker
 
-__all__ = ["connect", "connect_ram", "identify", "make_derived_tiers", "make_tiers", "reopen"]
+__all__ = ["connect", "connect_ram", "make_derived_tiers", "make_tiers", "move_to_earlier_place", "reopen"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -135,7 +125,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         seen = await tier.open(), False  # another may have come since
     marker, damaged = seen
     known = state.identity.marker
-    if marker is None and known is not None and await _in_earlier_place(state, tier, {known.store}):
+    if marker is None and known is not None and await move_to_earlier_place(state, tier, {known.store}):
         marker, damaged = await marker_of(tier)
     ram = tier.ram
     if known is not None and marker is not None and marker.store != known.store:
@@ -206,9 +196,8 @@ async def _reopen(state: State, tier: Tier) -> bool:
     return True
 
 
-async def _in_earlier_place(state: State, tier: Tier, stores: Collection[str] | None) -> StoreMarker | None:
-    """Go on where versions before put the tiers of all stores that named no place, if one of ``stores`` is there; its
-    marker.
+async def move_to_earlier_place(state: State, tier: Tier, stores: Collection[str] | None) -> StoreMarker | None:
+    """Move a tier to the default place of earlier versions if one of ``stores`` lies there; returns its marker.
 
     ``stores`` is None where a tier is silent that may be of any store.
     """
@@ -256,142 +245,3 @@ async def _adopt(state: State, marker: StoreMarker) -> None:
             if state.manages(tier):
                 await marker_file.write(tier.store, own)
     await mark_ram(state)
-
-
-async def identify(
-    state: State, found: Sequence[FoundRam] | None = None, folder: Path | None = None
-) -> list[tuple[Tier, TieredCkptError]]:
-    """Open every tier and decide whose store it is; returns the tiers that could not be, and why.
-
-    Args:
-        state: of the store.
-        found: the RAM that there is on the machines of all ranks; None to look on this one.
-        folder: the only RAM that counts, for an agent.
-
-    Raises `Conflict` where the tiers belong to two stores, or a writer's are a copy of another's.
-    """
-    failures: list[tuple[Tier, TieredCkptError]] = []
-    if not state.read_only:
-        _warn_of_mistakes(state)
-    places = state.identity.places = await places_of(state.config)
-    if found is None:
-        found = await find(state.config, places.values())
-    if folder is not None:
-        found = [each for each in found if each.folder == str(folder)]
-    # Where exact steps are lost, a tier of derived ones tells whose they were.
-    slower = [tier for tier in (*state.tiers, *state.derived) if not tier.in_memory]
-    state.identity.noted = _noted_elsewhere(found)
-    seen: dict[str, _Seen] = {}
-
-    async def look(tier: Tier) -> StoreMarker | None:
-        try:
-            await refuse_other_file_system(state, tier)
-            seen[tier.name] = await marker_of(tier)
-            return seen[tier.name][0]
-        except TieredCkptError as error:
-            failures.append((tier, error))
-            return None
-
-    markers = await consistent_markers(slower, await asyncio.gather(*(look(tier) for tier in slower)))
-    failed = [tier for tier, _ in failures]
-    known = {marker.store for marker in markers if marker is not None}
-    for i, tier in enumerate(slower):
-        # Where all others answer and are empty, it is a new store.
-        if markers[i] is None and tier not in failed and (known or len(slower) == 1 or failed):
-            stores = known or (None if failed else {each.store for each in found if is_of_name(each, state.config)})
-            try:
-                markers[i] = await _in_earlier_place(state, tier, stores)
-                if markers[i] is not None:
-                    del seen[tier.name]  # which was of where it is no more
-                if markers[i] is not None and (place := await place_of(tier.config)) is not None:
-                    places[tier.name] = place
-            except TieredCkptError as error:
-                failures.append((tier, error))
-    failed = [tier for tier, _ in failures]
-    choice = _chosen(
-        state,
-        [
-            SeenTier(tier.name, places.get(tier.name) or Place(location=""), tier not in failed, marker)
-            for tier, marker in zip(slower, markers, strict=True)
-        ],
-        found,
-    )
-    state.identity.marker = None if choice.marker is None else choice.marker.of_store
-    state.identity.made_up = choice.provisional
-    if state.membership.role is Role.AGENT and state.identity.marker is None:  # whose trainer knows better
-        state.identity.marker = next((each.marker for each in found), None)
-    elif state.identity.marker is None and not state.read_only:
-        state.identity.marker, state.identity.made_up = StoreMarker(store=str(uuid.uuid4())), True
-    state.identity.noted = _noted_elsewhere(
-        [each for each in found if state.identity.marker and each.store == state.identity.marker.store]
-    )
-
-    async def join(tier: Tier) -> None:
-        try:
-            await connect(state, tier, seen.get(tier.name))
-        except TieredCkptError as error:
-            failures.append((tier, error))
-
-    await asyncio.gather(*(join(tier) for tier in slower if tier not in failed))
-    if state.tiers[0].in_memory:
-        await join(state.tiers[0])  # last, for its note is to tell which of the others have the store
-    await remove_stale_ram(state)
-    if not state.read_only:
-        refuse_what_cannot_fit(state)
-        _warn_of_other_ram(state, choice)
-    return failures
-
-
-def _chosen(state: State, seen: list[SeenTier], found: Sequence[FoundRam]) -> Choice:
-    try:
-        return choose(seen, found, state.config)
-    except Conflict:
-        if not state.read_only:
-            raise
-    store = next(tier.marker.store for tier in seen if tier.marker is not None)  # a reader takes the nearest
-    return choose([tier for tier in seen if tier.marker is None or tier.marker.store == store], found, state.config)
-
-
-def _noted_elsewhere(found: Iterable[FoundRam]) -> dict[str, Place]:
-    """Places that the notes of RAM name and where another file system is mounted now."""
-    return {
-        place.location: place
-        for each in found
-        if each.owner is not None
-        for place in each.owner.places
-        if place.location in each.elsewhere
-    }
-
-
-def _warn_of_mistakes(state: State) -> None:
-    for mistake in probable_mistakes(state.config):
-        _log.warning("configuration: %s", explain([mistake]))
-    ram = state.config.ram
-    if state.membership.size == 1 and ram is not None and ram.replicas > 1:
-        _log.warning("tier %r keeps no replicas: this store was opened by one rank alone", ram.name)
-
-
-def _warn_of_other_ram(state: State, choice: Choice) -> None:
-    """Warn of RAM that used to belong to this folder and belongs to another store; say what to do with it."""
-    ram = state.config.ram
-    rooted = f" --root {ram.path}" if ram is not None and ram.path is not None else ""
-    for store, group in choice.left.items():
-        steps = sorted({step for each in group for step in each.steps})
-        if not steps:
-            continue
-        newest = StepId(*steps[-1])
-        where = _common_place(state, group)
-        _log.warning(
-            "RAM at %s holds %d steps of another store (%s), up to %s, which was at %s before; it is left alone: "
-            "`tieredckpt adopt %s --ram %s%s` continues that store there, `tieredckpt forget %s%s` frees the memory",
-            *(group[0].folder, len(steps), store, newest, where, where, store, rooted, store, rooted),
-        )
-        state.events.emit(RamLeftAlone(store, group[0].folder, len(steps), newest.step, newest.serial))
-
-
-def _common_place(state: State, group: Sequence[FoundRam]) -> str:
-    """A location that both this store and RAM of another have."""
-    owner = group[0].owner
-    noted = [place.location for place in owner.places] if owner is not None else []
-    ours = {place.location for place in state.identity.places.values()}
-    return next((where for where in noted if where in ours), noted[0] if noted else "")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
 from tieredckpt.concurrency import in_thread
+from tieredckpt.engine import limits
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
@@ -18,8 +19,6 @@ from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["is_verified", "refer_to_intact"]
-
-_STEPS_ASKED = 4
 
 
 async def refer_to_intact(
@@ -52,7 +51,7 @@ async def refer_to_intact(
         del tier.packs.duplicates[digest]
         unproven.add(digest)
     asked = [step] if step is not None and step in tier.steps.held else []
-    asked += heapq.nlargest(_STEPS_ASKED, (held for held in tier.steps.held if held != step))
+    asked += heapq.nlargest(limits.in_force.steps_asked, (held for held in tier.steps.held if held != step))
     for committed in asked:
         if not unproven:
             break

@@ -11,6 +11,7 @@ import tensorstore as ts
 from reliability.tiers import FaultyTiers
 from support.cohort import assert_whole, blank, cohort, part
 from support.insight import extents, flip_chunk, tier_of
+from support.limits import limit
 from support.scenes import CHUNK, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -149,7 +150,7 @@ async def test_ranks_that_stream_find_intact_what_is_there(
         read.append(None)
 
     monkeypatch.setattr(dedupe, "read_chunk", reading)
-    monkeypatch.setattr(dedupe, "_STEPS_ASKED", 0)  # or they would vouch for it
+    limit(monkeypatch, steps_asked=0)  # or they would vouch for it
     for step in (1, 2):
         async with cohort(2, shared_memory, disk, ram_settings=settings, disk_settings={"codec": codec}) as ranks:
             await ranks.reached(await ranks.save(step, 5), "disk")
@@ -224,7 +225,7 @@ async def test_what_lies_in_both_forms_is_read_only_where_no_step_vouches_for_it
         await read_chunk(tier, where, digest, *rest)
 
     monkeypatch.setattr(dedupe, "read_chunk", reading)
-    monkeypatch.setattr(dedupe, "_STEPS_ASKED", asked)
+    limit(monkeypatch, steps_asked=asked)
     assert await saved(tmp_path, after, 4, soft()) == used
     assert len(read) == len(set(read)), "each in the form that the tier has now"
     assert bool(read) is (asked == 0)
