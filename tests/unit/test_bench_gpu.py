@@ -108,7 +108,7 @@ def test_every_way_is_measured_and_a_peer_that_fails_is_named(tmp_path: Path) ->
     assert copy.stall_s >= found.copy_out_s, "nothing is faster than the link"
     assert copy.restore_s is not None
     assert copy.restore_s >= found.copy_in_s
-    assert lazy.plain_s >= found.forward_s >= 1.5 * found.copy_out_s
+    assert found.forward_s >= 1.5 * found.copy_out_s
     assert lazy.step_s >= lazy.waited_s
     assert set(found.ratios) == {aim.key for aim in AIMS}
 
@@ -150,7 +150,7 @@ def test_a_step_lasts_long_enough_to_hide_the_copy_and_what_is_waited_is_beyond_
     assert found.forward_s >= 1.5 * found.copy_out_s
     _, lazy, waiting = found.rows
     assert lazy.waited_s < found.copy_out_s, "the copy is hidden"
-    assert lazy.plain_s >= found.forward_s
+    assert lazy.plain_s >= 1.3 * found.copy_out_s
     assert waiting.waited_s >= 0.1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from itertools import cycle
 from typing import Any
 
@@ -85,6 +86,32 @@ async def test_a_restore_comes_after_what_the_program_has_enqueued(kind: str, wa
                 assert restored is not None
                 assert (here.read(restored.tree["w"]) == saved).all()
                 assert (here.read(array) == (saved if way == "into" else 9)).all()
+
+
+def test_new_memory_belongs_to_the_stream_on_which_the_caller_works(tiers: StoreConfig) -> None:
+    """What the caller has enqueued there may still use it, and the engine's threads have another current stream."""
+    saved = np.arange(9 * CHUNK, dtype=np.uint8)
+    order: list[str] = []
+    with FakeDriver() as driver, CheckpointStore.open(tiers).sync() as store:
+        (device,) = driver.devices
+        store.save(1, {"w": saved})
+        device.current = device.stream()
+        example = device.array(saved * 0)
+        for _ in range(20):
+            device.current.enqueue(lambda: time.sleep(0.002))
+        device.current.enqueue(lambda: order.append("the caller's work"))
+        transfer = device.transfer
+
+        def copied(nbytes: int) -> None:
+            order.append("a copy")
+            transfer(nbytes)
+
+        device.transfer = copied  # type: ignore[method-assign]
+        restored = store.restore(like={"w": example})
+        assert restored is not None
+        assert restored.tree["w"].stream is device.current
+        assert order[0] == "the caller's work"
+        assert (restored.tree["w"].read() == saved).all()
 
 
 async def test_from_registered_memory_every_byte_goes_straight_to_the_device(tiers: StoreConfig) -> None:

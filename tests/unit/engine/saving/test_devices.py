@@ -18,7 +18,7 @@ from support.scenes import CHUNK, SOON, assert_same, config, folder, new_shared_
 
 from tieredckpt import CheckpointStore, DeviceUnavailable, Shard, Sharded
 from tieredckpt.config import StoreConfig
-from tieredckpt.testing.devices import FakeDevice, FakeDriver
+from tieredckpt.testing.devices import FakeDevice, FakeDriver, FakeEvent, FakeStream
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -46,16 +46,19 @@ def on_devices(rig: Any, tree: Any, seed: int = 0) -> Any:
     lockable=st.sampled_from([None, 0, 1 << 20, 200 << 20]),
     threads=st.integers(1, 3),
     saves=st.integers(1, 3),
+    scratch=st.sampled_from([None, 0]),
 )
 @settings(max_examples=25)
 async def test_what_was_on_devices_comes_back_bit_for_bit(
-    seed: int, devices: int, lockable: int | None, threads: int, saves: int
+    seed: int, devices: int, lockable: int | None, threads: int, saves: int, scratch: int | None
 ) -> None:
-    """Whatever is registered, whichever stream goes on first, and however often it is saved."""
+    """Whatever is registered, whichever stream goes on first, how full devices are, and however often it is saved."""
     memory = new_shared_folder()
     settings = config({"ram": ram(memory)}, name="of-devices", threads=threads)
     try:
         with rig("fake", devices, seed=seed, lockable=lockable) as here:
+            for device in here.driver.devices:
+                device.scratch = scratch
             async with CheckpointStore.open(settings) as store:
                 for step in range(saves):
                     await store.save(step, on_devices(here, state(seed + step), seed))
@@ -186,6 +189,48 @@ async def test_a_device_that_begins_no_copy_leaves_nothing_in_the_slab(
             ram = store._life.engine.state.tiers[0].ram
             assert ram is not None
             assert ram.slab.used == 0
+
+
+async def test_a_save_whose_copies_no_event_can_follow_fails_when_no_device_writes_any_more(
+    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its extents are given back, and another save may take them."""
+    with FakeDriver(speed=2e6) as driver:
+        (device,) = driver.devices
+        async with CheckpointStore.open(tiers) as store:
+            array = device.array(np.ones(8 * CHUNK, np.uint8))
+            record = FakeStream.record
+
+            def fails(self: FakeStream) -> FakeEvent:
+                if self is device.current:
+                    return record(self)
+                raise DeviceUnavailable("device fake:0: an event failed")
+
+            monkeypatch.setattr(FakeStream, "record", fails)
+            with pytest.raises(DeviceUnavailable, match="an event failed"):
+                await store.save(1, {"w": array})
+            assert not device.waiting, "nothing of it is under way"
+            moved = device.transferred
+            await asyncio.sleep(0.05)
+            assert device.transferred == moved
+            ram = store._life.engine.state.tiers[0].ram
+            assert ram is not None
+            assert ram.slab.used == 0
+
+
+@pytest.mark.parametrize("capture", ["copy", "lazy"])
+async def test_a_device_without_free_memory_is_saved_all_the_same(tiers: StoreConfig, capture: Any) -> None:
+    """Small arrays of one form come one by one, where there is no memory to gather them."""
+    small = {f"b{i}": np.full(8, i / 7) for i in range(5)}
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        device.scratch = 63
+        async with CheckpointStore.open(tiers) as store:
+            saved = await store.save(1, {key: device.array(each) for key, each in small.items()}, capture=capture)
+            await saved.reached("ram")
+            restored = await store.restore()
+            assert restored is not None
+            assert_same(restored.tree, small)
 
 
 @pytest.mark.parametrize("after", [0.0, 0.005, 0.02])
