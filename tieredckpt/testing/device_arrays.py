@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.devices.base import Bytes, DeviceArray, Stream
-
-if TYPE_CHECKING:
-    from tieredckpt.testing.devices import FakeDevice
+from tieredckpt.devices.base import Bytes, Device, DeviceArray, Stream
 
 __all__ = ["FakeArray"]
+
+
+class Queue(Stream, Protocol):
+    """A stream that takes any work."""
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """Run ``work`` in its turn, on the device's thread."""
+
+
+class Owner(Device, Protocol):
+    """The device of an array."""
+
+    @property
+    def current(self) -> Queue:
+        """The stream on which the calling thread works."""
 
 
 class FakeArray(DeviceArray):
     """An array in the memory of a fake device."""
 
-    def __init__(self, device: FakeDevice, memory: npt.NDArray[Any], versions: list[int]) -> None:
-        self.device: FakeDevice = device
+    def __init__(self, device: Owner, memory: npt.NDArray[Any], versions: list[int]) -> None:
+        self.device: Owner = device
         self.shape, self.dtype = memory.shape, memory.dtype
         self._memory, self._versions = memory, versions
         self.stream: Stream | None = None
