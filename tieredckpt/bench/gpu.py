@@ -10,22 +10,20 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from itertools import count, islice
+from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-import numpy as np
-
-from tieredckpt.bench.limits import Limits
+from tieredckpt.bench.gpu_bounds import HIDES, WAYS, Bounds, Rounds
 from tieredckpt.bench.report import Aim
 from tieredckpt.config import load
 from tieredckpt.errors import DeviceUnavailable
 from tieredckpt.store import CheckpointStore
 from tieredckpt.units import format_duration
 
-__all__ = ["AIMS", "Bounds", "DevicePeer", "GpuReport", "GpuRow", "Training", "measure", "no_device", "write_rate"]
+__all__ = ["AIMS", "DevicePeer", "GpuReport", "GpuRow", "Training", "measure", "no_device"]
 
 AIMS = (
     Aim("gpu_stall_over_copy", "stall of a save, over a copy of the state from the device", 1.1),
@@ -34,35 +32,33 @@ AIMS = (
     Aim("gpu_restore_over_copy", "restore from RAM into the state, over a copy to the device", 1.1),
 )
 
-_WARM_UP = 30.0
-"""Seconds at most before any round is measured: memory is taken and registered behind the first saves."""
-_WAYS = ("copy", "lazy")
-_SAVES = 2
-"""Of a round: one by itself, one beside a training step."""
-_LARGEST = 8 << 30
-_SAMPLE = 256 << 20
-"""Bytes that `write_rate` writes."""
+_SLAB = 64 << 20
+"""Bytes of a slab at least."""
+_TRIES = 3
+"""Steps of which the median tells how long they last."""
 
 
 class Training(Protocol):
-    """A training whose state lies on a device. `forward` and `change` only enqueue."""
+    """A training whose state lies on a device. `forward` and `change` only enqueue, as far as the device takes it."""
 
     device: str
     """For people."""
     nbytes: int
     """Of the state."""
+    passes: int
+    """Forward and backward passes of a step, whose gradients add up. `measure` sets it."""
 
     def state(self) -> dict[str, Any]:
         """The arrays themselves, not copies."""
 
     def forward(self) -> None:
-        """All of a step that does not change the state."""
+        """All of a step that does not change the state: its ``passes``."""
 
     def change(self) -> None:
         """The step of the optimizer."""
 
     def synchronize(self) -> None:
-        """Return when all that was enqueued is done."""
+        """Return when all that the training enqueued is done, whatever else the device still does."""
 
     def copies(self) -> tuple[float, float]:
         """Seconds of a copy of ``nbytes`` from the device to page-locked memory, and of one back."""
@@ -98,54 +94,11 @@ class GpuRow:
     step_s: float
     """A training step with a save beside it."""
     waited_s: float
-    """What the trainer waits in that step."""
+    """What the trainer waits in that step, beyond the forward and backward pass."""
+    plain_s: float
+    """A training step without a save, measured in turns with those."""
     restore_s: float | None = None
     """From memory, into the state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a run may take."""
-
-    seconds: float
-    """In all, about: each way to save gets an equal share, but at least one round of two saves."""
-    repeats: int
-    """Rounds that are measured of each way at most."""
-    write_rate: float
-    """Bytes a second that the folder takes."""
-    peers: int
-
-    @property
-    def share(self) -> float:
-        """Seconds of one way."""
-        return self.seconds / (len(_WAYS) + self.peers)
-
-    @property
-    def warm_up(self) -> float:
-        """Seconds of it before a round is measured."""
-        return min(_WARM_UP, self.share / 3)
-
-    def estimate(self, nbytes: int) -> float:
-        """Seconds that one way takes with a state of ``nbytes``, as far as writing it takes most of them."""
-        return min(self.share, self.warm_up + self.repeats * _SAVES * nbytes / self.write_rate)
-
-    def largest(self, device: int, host: int, disk: int) -> int:
-        """Bytes of a state that fits into the memory that is free, and of which a share has time for two rounds.
-
-        The training has gradients beside its state; the host has two snapshots, and a peer a copy and what it
-        serializes; the disk has three steps.
-        """
-        in_time = self.share / (2 * _SAVES) * self.write_rate
-        return min(_LARGEST, device // 2, host // 5, disk // 4, int(in_time))
-
-
-def write_rate(folder: Path) -> float:
-    """Bytes a second of a direct sequential write."""
-    limits = Limits({"sample": np.ones(_SAMPLE, np.uint8)}, folder, threads=1)
-    try:
-        return _SAMPLE / limits.write()
-    finally:
-        limits.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +107,10 @@ class GpuReport:
 
     device: str
     nbytes: int
-    step_s: float
-    """A training step without a save."""
+    passes: int
+    """Forward and backward passes of a step."""
+    forward_s: float
+    """Of these passes together; what hides a copy."""
     copy_out_s: float
     copy_in_s: float
     rows: Sequence[GpuRow]
@@ -170,7 +125,7 @@ class GpuReport:
         assert copy.restore_s is not None, "it was measured"
         return {
             "gpu_stall_over_copy": copy.stall_s / self.copy_out_s,
-            "gpu_lazy_step_over_step": lazy.step_s / self.step_s,
+            "gpu_lazy_step_over_step": lazy.step_s / lazy.plain_s,
             "gpu_lazy_waited_s": lazy.waited_s,
             "gpu_restore_over_copy": copy.restore_s / self.copy_in_s,
         }
@@ -184,24 +139,44 @@ def measure(
     progress: Callable[[str], None],
 ) -> GpuReport:
     """Measure this library's ways to save, then each peer; ``folder`` is where they write."""
-    estimate = format_duration(bounds.estimate(training.nbytes))
+    begin = time.monotonic()
     progress("copies and training steps")
     out_s, in_s = training.copies()
-    step_s = median(_timed(training, lambda: None, lambda: None)[0] for _ in range(bounds.repeats))
+    forward_s = _lengthen(training, HIDES * out_s)
+    bounds = replace(bounds, seconds=max(0.0, bounds.seconds - (time.monotonic() - begin)))
+    estimate = format_duration(bounds.estimate(training.nbytes))
     rows = []
     failed: dict[str, str] = {}
-    for way in _WAYS:
+    for way in WAYS:
         progress(f"tieredckpt, {way}, about {estimate}")
         with _room(folder / way) as room:
-            rows.append(_ours(training, room, way, _Rounds(bounds)))
+            rows.append(_ours(training, room, way, Rounds(bounds)))
     for kind in peers:
         progress(f"{kind.name}, about {estimate}")
         try:
             with _room(folder / kind.name) as room, closing(kind()) as peer:
-                rows.append(_peer(training, room, peer, _Rounds(bounds)))
+                rows.append(_peer(training, room, peer, Rounds(bounds)))
         except Exception as error:  # a peer's, which costs the others nothing
             failed[kind.name] = f"{type(error).__name__}: {error}"
-    return GpuReport(training.device, training.nbytes, step_s, out_s, in_s, rows, failed)
+    return GpuReport(training.device, training.nbytes, training.passes, forward_s, out_s, in_s, rows, failed)
+
+
+def _lengthen(training: Training, least: float) -> float:
+    """Give a step as many passes as last ``least`` seconds, and return the seconds that they do last."""
+    training.passes = 1
+    while True:
+        took = median(_forward(training) for _ in range(_TRIES))
+        if took >= least:
+            return took
+        training.passes = max(training.passes + 1, ceil(training.passes * least / took))
+
+
+def _forward(training: Training) -> float:
+    training.synchronize()
+    begin = time.perf_counter()
+    training.forward()
+    training.synchronize()
+    return time.perf_counter() - begin
 
 
 @contextmanager
@@ -214,42 +189,51 @@ def _room(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-class _Rounds:
-    """The rounds of one way, which begins now: the first ones, and those that count, as far as its time goes."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self._begin, self._bounds = time.monotonic(), bounds
-
-    def first(self) -> Iterator[None]:
-        return self._until(self._begin + self._bounds.warm_up)
-
-    def measured(self) -> Iterator[None]:
-        return islice(self._until(self._begin + self._bounds.share), self._bounds.repeats)
-
-    @staticmethod
-    def _until(end: float) -> Iterator[None]:
-        """At least one, and no other that would end after ``end`` if it took as long as those before."""
-        begin = time.monotonic()
-        for done in count(1):
-            yield
-            now = time.monotonic()
-            if now + (now - begin) / done > end:
-                return
-
-
 def _timed(training: Training, save: Callable[[], None], captured: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of a step with a save beside it, and what of them the trainer waits for the save."""
+    """Seconds of a step with a save beside it, and what of them the trainer waits for the save.
+
+    Before the optimizer's step the trainer waits for the gradients, as one does that looks whether they are finite.
+    So what it waits for the save after that is time in which the device has nothing to do.
+    """
     training.synchronize()
     begin = time.perf_counter()
     save()
     saved = time.perf_counter()
     training.forward()
+    training.synchronize()
     before = time.perf_counter()
     captured()
     after = time.perf_counter()
     training.change()
     training.synchronize()
     return time.perf_counter() - begin, saved - begin + after - before
+
+
+def _plain(training: Training) -> float:
+    """Seconds of a step without a save."""
+    return _timed(training, lambda: None, lambda: None)[0]
+
+
+def _in_turns(
+    training: Training,
+    number: int,
+    save: Callable[[], None],
+    captured: Callable[[], None],
+    durable: Callable[[], None],
+) -> tuple[float, float, float]:
+    """As `_timed`, and the seconds of a step without a save, which comes first in every other round.
+
+    Before each is a step that does not count: a device that has idled is slow at first.
+    """
+    step = waited = plain = 0.0
+    for beside in (True, False) if number % 2 else (False, True):
+        _plain(training)
+        if beside:
+            step, waited = _timed(training, save, captured)
+            durable()
+        else:
+            plain = _plain(training)
+    return step, waited, plain
 
 
 def _stall(training: Training, save: Callable[[], None], captured: Callable[[], None]) -> float:
@@ -260,11 +244,11 @@ def _stall(training: Training, save: Callable[[], None], captured: Callable[[], 
     return time.perf_counter() - begin
 
 
-def _ours(training: Training, folder: Path, way: Any, rounds: _Rounds) -> GpuRow:
+def _ours(training: Training, folder: Path, way: Any, rounds: Rounds) -> GpuRow:
     state = training.state()
-    stalls, durables, steps, waits, restores = found = [list[float]() for _ in range(5)]
+    found: list[tuple[float, ...]] = []
     tiers = {
-        "ram": {"kind": "ram", "retain": {"kind": "last_n", "n": 1}},
+        "ram": {"kind": "ram", "capacity": max(_SLAB, training.nbytes * 5 // 2), "retain": {"kind": "last_n", "n": 1}},
         "disk": {"kind": "posix", "path": folder, "retain": {"kind": "last_n", "n": 2}},
     }
     with CheckpointStore.open(load({"tiers": tiers})).sync() as store:
@@ -283,24 +267,21 @@ def _ours(training: Training, folder: Path, way: Any, rounds: _Rounds) -> GpuRow
         for _ in rounds.first():
             _timed(training, save, captured)
             store.flush()
-        for _ in rounds.measured():
+        for turn, _ in enumerate(rounds.measured()):
             begin = time.perf_counter()
-            stalls.append(_stall(training, save, captured))
+            stall = _stall(training, save, captured)
             checkpoint.reached("disk")
-            durables.append(time.perf_counter() - begin)
-            step, waited = _timed(training, save, captured)
-            steps.append(step)
-            waits.append(waited)
-            store.flush()
+            durable = time.perf_counter() - begin
+            beside = _in_turns(training, turn, save, captured, store.flush)
             training.synchronize()
             begin = time.perf_counter()
             store.restore(into=state, resume=False)
-            restores.append(time.perf_counter() - begin)
-            _timed(training, lambda: None, lambda: None)  # or the next save would find every chunk on the disk
-    return GpuRow(f"tieredckpt, {way}", *map(median, found))
+            found.append((stall, durable, *beside, time.perf_counter() - begin))
+            _plain(training)  # or the next save would find every chunk on the disk
+    return GpuRow(f"tieredckpt, {way}", *map(median, zip(*found, strict=True)))
 
 
-def _peer(training: Training, folder: Path, peer: DevicePeer, rounds: _Rounds) -> GpuRow:
+def _peer(training: Training, folder: Path, peer: DevicePeer, rounds: Rounds) -> GpuRow:
     state = training.state()
     number = 0
 
@@ -316,20 +297,21 @@ def _peer(training: Training, folder: Path, peer: DevicePeer, rounds: _Rounds) -
         else:
             before.unlink(missing_ok=True)
 
-    def figures() -> tuple[float, float, float, float]:
+    def durable() -> None:
+        peer.durable()
+        forget_before()
+
+    def figures(turn: int) -> tuple[float, ...]:
         begin = time.perf_counter()
         stall = _stall(training, save, peer.captured)
         peer.durable()
         took = time.perf_counter() - begin
         forget_before()
-        step, waited = _timed(training, save, peer.captured)
-        peer.durable()
-        forget_before()
-        return stall, took, step, waited
+        return stall, took, *_in_turns(training, turn, save, peer.captured, durable)
 
-    for _ in rounds.first():
-        figures()
-    found = [figures() for _ in rounds.measured()]
+    for turn, _ in enumerate(rounds.first()):
+        figures(turn)
+    found = [figures(turn) for turn, _ in enumerate(rounds.measured())]
     return GpuRow(peer.name, *map(median, zip(*found, strict=True)))
 
 

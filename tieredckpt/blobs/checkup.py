@@ -40,6 +40,8 @@ class Check:
     name: str
     ok: bool
     detail: str
+    slower: bool = False
+    """It held, and takes longer than it could."""
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Annotated
 
 import typer
 
-from tieredckpt.bench.gpu import AIMS, Bounds, GpuReport, measure, write_rate
-from tieredckpt.bench.peers.gpu import CudaTraining, cuda_peers, device_memory
+from tieredckpt.bench.gpu import AIMS, GpuReport, measure
+from tieredckpt.bench.gpu_bounds import Bounds, write_rate
+from tieredckpt.bench.peers.gpu import CudaTraining, copy_rates, cuda_peers, device_memory
 from tieredckpt.bench.report import Aim
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.ram.folder import shared_memory_root
@@ -27,7 +29,7 @@ __all__ = ["bench_gpu"]
 def bench_gpu(
     size: Annotated[
         str | None,
-        typer.Option(help="Bytes of the state, about; 8 GiB, or what memory and time allow.", show_default=False),
+        typer.Option(help="Bytes of the state, about; 20 GB, or what memory and time allow.", show_default=False),
     ] = None,
     folder: Annotated[
         Path, typer.Option(help="Where to write: on the device that matters.", exists=True, file_okay=False)
@@ -41,11 +43,14 @@ def bench_gpu(
 
     Needs PyTorch and a CUDA device; without one it says so, and exits with 1.
     """
-    seconds, free = parse_duration(within), device_memory()
+    begin, seconds = time.monotonic(), parse_duration(within)
+    free = device_memory()
     installed, missing = cuda_peers() if peers else ([], {})
     with tempfile.TemporaryDirectory(prefix="tieredckpt-bench-", dir=folder) as name:
         room = Path(name)
-        bounds = Bounds(seconds, repeats, write_rate(room), len(installed))
+        writes, (copies, _) = write_rate(room), copy_rates()
+        left = max(0.0, seconds - (time.monotonic() - begin))
+        bounds = Bounds(left, repeats, writes, copies, len(installed))
         host = min(memory_limit()[0], shutil.disk_usage(shared_memory_root().parent).free)
         largest = bounds.largest(free, host, shutil.disk_usage(room).free)
         training = CudaTraining(largest if size is None else amounts.size("--size", size))
@@ -60,20 +65,21 @@ def _show(found: GpuReport, missing: Mapping[str, str]) -> None:
     out, back = (format_rate(found.nbytes / seconds) for seconds in (found.copy_out_s, found.copy_in_s))
     output().print(
         f"{printable(found.device)}, a state of {format_size(found.nbytes)}; copies from the device {out}, to it "
-        f"{back}; a training step without a save takes {format_duration(found.step_s)}"
+        f"{back}. A copy from it takes {format_duration(found.copy_out_s)}, and forward and backward pass of a step, "
+        f"{found.passes} of each, {format_duration(found.forward_s)}"
     )
     print_table(
         "medians",
-        ("", "stall", "durable", "step with a save", "of it waited", "restore from RAM"),
+        ("", "stall", "durable", "step with a save", "of it waited", "step without", "restore from RAM"),
         [
             (
                 row.name,
-                *map(format_duration, (row.stall_s, row.durable_s, row.step_s, row.waited_s)),
+                *map(format_duration, (row.stall_s, row.durable_s, row.step_s, row.waited_s, row.plain_s)),
                 "" if row.restore_s is None else format_duration(row.restore_s),
             )
             for row in found.rows
         ],
-        right=("stall", "durable", "step with a save", "of it waited", "restore from RAM"),
+        right=("stall", "durable", "step with a save", "of it waited", "step without", "restore from RAM"),
     )
     print_table(
         "against the aims",

@@ -13,10 +13,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Device", "DeviceArray", "Driver", "Event", "Stream"]
+from tieredckpt.errors import DeviceUnavailable
+
+__all__ = ["Bytes", "Device", "DeviceArray", "DeviceFull", "Driver", "Event", "Stream"]
 
 Bytes = npt.NDArray[np.uint8]
 """Host memory: one-dimensional and contiguous."""
+
+
+class DeviceFull(DeviceUnavailable):
+    """The device has no memory for what was asked. Nothing that touches host memory was enqueued."""
 
 
 class Event(Protocol):
@@ -30,7 +36,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work of one device. Each verb only enqueues; one thread at a time uses it.
+    """A queue of work of one device. Each verb but `finish` only enqueues; one thread at a time uses it.
 
     Every verb raises `DeviceUnavailable`. Arrays and host memory stay alive, and host memory is not touched by others,
     until an event that is recorded later has come.
@@ -42,17 +48,24 @@ class Stream(Protocol):
     def copy_out(self, source: Any, targets: Sequence[Bytes]) -> None:
         """Copy the row-major bytes of an array of the device to the host: one after the other into ``targets``.
 
-        Each target lies within one registered range, or within memory of `Driver.pinned`.
+        Each target lies within one registered range, or within memory of `Driver.pinned`. An array that is not
+        contiguous takes memory of the device; where it has none, that copy takes longer, and blocks.
         """
 
     def gather_out(self, sources: Sequence[Any], target: Bytes) -> None:
-        """Copy the row-major bytes of arrays of one form, which follow each other in ``target``, in one transfer."""
+        """Copy the row-major bytes of arrays of one form, which follow each other in ``target``, in one transfer.
+
+        It takes as much memory of the device. Raises `DeviceFull` where there is none.
+        """
 
     def copy_in(self, sources: Sequence[Bytes], target: Any) -> None:
         """Fill an array of the device, in any memory layout, with its row-major bytes, which follow each other."""
 
     def record(self) -> Event:
         """An event here."""
+
+    def finish(self) -> None:
+        """Block until nothing of it is under way, whatever came of it. Needs no event. Releases the GIL."""
 
 
 class Device(Protocol):
@@ -73,8 +86,11 @@ class Device(Protocol):
     def stream(self) -> Stream:
         """A stream beside those of the program."""
 
-    def empty(self, like: Any) -> Any:
-        """A new array of the shape and dtype of ``like``, whose memory this thread's current stream may use."""
+    def empty(self, like: Any, stream: Stream | None) -> Any:
+        """A new array of the shape and dtype of ``like``, whose memory belongs to ``stream``.
+
+        Who had it before may still use it in what is enqueued there. None is the calling thread's current stream.
+        """
 
     def span(self, array: Any) -> tuple[int, int]:
         """The addresses that an array covers: its first, and the one after its last."""

@@ -6,14 +6,15 @@ See the CUDA Runtime API, cudaHostRegister and cudaMemcpyAsync, and "CUDA semant
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
 import torch
 
-from tieredckpt.devices.base import Bytes, Device, Driver, Event, Stream
+from tieredckpt.devices.base import Bytes, Device, DeviceFull, Driver, Event, Stream
+from tieredckpt.devices.strided import raw_bytes
 from tieredckpt.errors import DeviceUnavailable
 from tieredckpt.units import format_size
 
@@ -27,6 +28,8 @@ _PORTABLE = 1
 def _mapped(name: str, what: str) -> Iterator[None]:
     try:
         yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise DeviceFull(f"device {name}: {what} failed: {error}") from error
     except RuntimeError as error:  # of CUDA and of its allocator
         raise DeviceUnavailable(f"device {name}: {what} failed: {error}") from error
 
@@ -44,9 +47,13 @@ class _CudaStream:
     def __init__(self, name: str, stream: Any) -> None:
         self._name, self._stream = name, stream
 
+    def working(self) -> Any:
+        """A context in which the calling thread works on this stream."""
+        return torch.cuda.stream(self._stream)
+
     @contextmanager
     def _working(self) -> Iterator[None]:
-        with _mapped(self._name, "a copy"), torch.no_grad(), torch.cuda.stream(self._stream):
+        with _mapped(self._name, "a copy"), torch.no_grad(), self.working():
             yield
 
     def after(self, event: Event) -> None:
@@ -56,7 +63,10 @@ class _CudaStream:
 
     def copy_out(self, source: Any, targets: Sequence[Bytes]) -> None:
         with self._working():
-            flat = _flat(source)
+            try:
+                flat = _flat(source)
+            except torch.cuda.OutOfMemoryError:
+                flat = raw_bytes(source)  # on the host
             start = 0
             for target in targets:
                 end = start + target.size
@@ -87,6 +97,10 @@ class _CudaStream:
             event = torch.cuda.Event(blocking=True)
             event.record(self._stream)
         return _CudaEvent(self._name, event)
+
+    def finish(self) -> None:
+        with suppress(RuntimeError):  # of a device that has failed, which runs nothing any more
+            self._stream.synchronize()
 
 
 def _flat(source: Any) -> Any:
@@ -119,8 +133,9 @@ class _CudaDevice:
         with _mapped(self.name, "a stream"):
             return _CudaStream(self.name, torch.cuda.Stream(device=self.index))
 
-    def empty(self, like: Any) -> Any:
-        with _mapped(self.name, "memory for what is restored"):
+    def empty(self, like: Any, stream: Stream | None) -> Any:
+        working = stream.working() if isinstance(stream, _CudaStream) else nullcontext()
+        with _mapped(self.name, "memory for what is restored"), working:
             return torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device)
 
     def span(self, array: Any) -> tuple[int, int]:

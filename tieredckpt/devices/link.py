@@ -38,6 +38,25 @@ class Flight(Generic[T]):
     driver: Driver
 
 
+class _Unmarked:
+    """In the place of an event that could not be recorded."""
+
+    def __init__(self, stream: Stream, error: DeviceUnavailable) -> None:
+        self._stream, self._error = stream, error
+
+    def wait(self) -> None:
+        self._stream.finish()
+        raise self._error
+
+
+def _mark(stream: Stream) -> Event:
+    """An event here, or what waits for all of the stream, and raises: a copy that nobody waits for never ends."""
+    try:
+        return stream.record()
+    except DeviceUnavailable as error:
+        return _Unmarked(stream, error)
+
+
 class Link(Generic[T]):
     """The copies that one thread has in flight; to be closed, or used in ``with``.
 
@@ -95,7 +114,7 @@ class Link(Generic[T]):
             stream.copy_out(source, parts)
         finally:
             # Also of a copy that failed half way: some of its parts may be under way.
-            self._flights.append(Flight(what, stream.record(), buffer, device.driver))
+            self._flights.append(Flight(what, _mark(stream), buffer, device.driver))
 
     def copy_in(self, what: T, device: Device, source: Bytes, target: Any, ready: Event | None) -> None:
         """Begin to fill ``target``, an array on ``device``, with its row-major bytes, once it is ``ready``.
@@ -114,7 +133,7 @@ class Link(Generic[T]):
         try:
             stream.copy_in(parts, target)
         finally:
-            self._flights.append(Flight(what, stream.record(), buffer, device.driver))
+            self._flights.append(Flight(what, _mark(stream), buffer, device.driver))
 
     def land(self) -> Flight[T]:
         """The oldest copy, which has not arrived: wait for it, use it, then `done`."""

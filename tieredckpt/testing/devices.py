@@ -26,11 +26,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from tieredckpt.devices.base import Bytes, Device, DeviceArray, Driver, Event, Stream
+from tieredckpt.devices.base import Bytes, Device, DeviceFull, Driver, Event, Stream
 from tieredckpt.devices.drivers import added
 from tieredckpt.errors import DeviceUnavailable
+from tieredckpt.testing.device_arrays import FakeArray
 from tieredckpt.testing.locked_memory import LockedMemory
 
 __all__ = ["FakeArray", "FakeDevice", "FakeDriver", "FakeEvent", "FakeStream"]
@@ -48,12 +48,21 @@ class FakeEvent:
         self.came = False
 
     def wait(self) -> None:
+        self.until_come()
+        if self.failure is not None:
+            raise DeviceUnavailable(f"device {self._stream.device.name}: {self.failure}") from self.failure
+
+    def come(self) -> None:
+        """For the device alone."""
+        self.failure = self._stream.failure
+        self.came = True
+
+    def until_come(self) -> None:
+        """As `wait`, whatever failed."""
         changed = self._stream.device.driver.changed
         with changed:
             if not changed.wait_for(lambda: self.came, _HANGS):
                 raise AssertionError(f"an event of {self._stream.device.name} did not come: is the device paused?")
-        if self.failure is not None:
-            raise DeviceUnavailable(f"device {self._stream.device.name}: {self.failure}") from self.failure
 
 
 class FakeStream:
@@ -63,7 +72,8 @@ class FakeStream:
         self.device = device
         self._queue: deque[Callable[[], None] | FakeEvent] = deque()
         """An event among the work is one that it waits for."""
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """The first one of its work."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
         """Run ``work`` in its turn, on the device's thread: a kernel of the program, say."""
@@ -88,6 +98,7 @@ class FakeStream:
 
     def gather_out(self, sources: Sequence[FakeArray], target: Bytes) -> None:
         device = self.device
+        device.take_scratch(target.size)
         pageable = device.check(target)
 
         def copy() -> None:
@@ -109,13 +120,13 @@ class FakeStream:
 
     def record(self) -> FakeEvent:
         event = FakeEvent(self)
-
-        def come() -> None:
-            event.failure = self._failure
-            event.came = True
-
-        self._put(come)
+        self._put(event.come)
         return event
+
+    def finish(self) -> None:
+        event = FakeEvent(self)
+        self._put(event.come)
+        event.until_come()
 
     def _put_copy(self, copy: Callable[[], None], *, pageable: bool) -> None:
         self._put(copy)
@@ -146,56 +157,7 @@ class FakeStream:
         try:
             work()
         except BaseException as error:
-            self._failure = self._failure or error
-
-
-class FakeArray(DeviceArray):
-    """An array in the memory of a fake device."""
-
-    def __init__(self, device: FakeDevice, memory: npt.NDArray[Any], versions: list[int]) -> None:
-        self.device: FakeDevice = device
-        self.shape, self.dtype = memory.shape, memory.dtype
-        self._memory, self._versions = memory, versions
-
-    @property
-    def version(self) -> int:  # type: ignore[override]
-        return self._versions[0]
-
-    @property
-    def nbytes(self) -> int:
-        return self._memory.nbytes
-
-    def __getitem__(self, items: tuple[slice, ...], /) -> FakeArray:
-        every: tuple[Any, ...] = (*items, ...)
-        return FakeArray(self.device, self._memory[every], self._versions)
-
-    def __array__(self, *_: Any, **__: Any) -> npt.NDArray[Any]:
-        raise TypeError(f"the memory of {self.device.name} is not the host's")
-
-    def change(self, values: Any, *, tells: bool = True) -> None:
-        """Enqueue that the array becomes ``values``; its version grows at once if it ``tells``."""
-        new = np.array(values, self.dtype)
-        self.device.current.enqueue(lambda: np.copyto(self._memory, new))
-        self._versions[0] += tells
-
-    def read(self) -> npt.NDArray[Any]:
-        """The values once what is enqueued on the current stream is done, as ``tensor.cpu()``."""
-        found: list[npt.NDArray[Any]] = []
-        self.device.current.enqueue(lambda: found.append(self._memory.copy()))
-        self.device.current.record().wait()
-        return found[0]
-
-    def row_major(self) -> Bytes:
-        """For the device alone."""
-        return np.ascontiguousarray(self._memory).reshape(-1).view(np.uint8)
-
-    def fill_from(self, row_major: Bytes) -> None:
-        """For the device alone."""
-        np.copyto(self._memory, row_major.view(self.dtype).reshape(self.shape))
-
-    def span(self) -> tuple[int, int]:
-        low, high = np.lib.array_utils.byte_bounds(self._memory)
-        return low, high
+            self.failure = self.failure or error
 
 
 class FakeDevice:
@@ -213,6 +175,8 @@ class FakeDevice:
         self._of_thread = threading.local()
         self.fail_after: int | None = None
         """Transfers that still succeed; None for all."""
+        self.scratch: int | None = None
+        """Bytes of its memory that a copy may take for itself; None for any."""
         self.transferred = 0
         """Bytes over its link so far."""
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -236,10 +200,12 @@ class FakeDevice:
         """A new array with these values, copied from the host."""
         return FakeArray(self, np.array(values), [0])
 
-    def empty(self, like: FakeArray) -> FakeArray:
+    def empty(self, like: FakeArray, stream: Stream | None) -> FakeArray:
         """New memory, in which anything may lie."""
         anything = np.full(like.nbytes, 0x5A, np.uint8)
-        return FakeArray(self, anything.view(like.dtype).reshape(like.shape), [0])
+        found = FakeArray(self, anything.view(like.dtype).reshape(like.shape), [0])
+        found.stream = stream or self.current
+        return found
 
     def span(self, array: FakeArray) -> tuple[int, int]:
         return array.span()
@@ -252,6 +218,11 @@ class FakeDevice:
         self.driver.pageable += not touched
         self.driver.direct += memory.nbytes * self.driver.is_registered(memory)
         return not touched
+
+    def take_scratch(self, nbytes: int) -> None:
+        """Raise `DeviceFull` where a copy cannot have so many bytes for itself."""
+        if self.scratch is not None and nbytes > self.scratch:
+            raise DeviceFull(f"device {self.name}: out of memory: {nbytes} bytes were asked for")
 
     def transfer(self, nbytes: int) -> None:
         """Take the time of a copy, or fail as told."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Literal
@@ -31,6 +31,7 @@ __all__ = [
     "as_array_leaf",
     "as_template",
     "device_view",
+    "host_reader",
     "host_view",
     "load_frameworks",
     "load_kinds",
@@ -149,6 +150,18 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
         case _:
             view = np.asarray(leaf.source)
             return view if leaf.part is None else view[leaf.part]
+
+
+def host_reader(leaf: ArrayLeaf) -> Callable[[tuple[slice, ...]], npt.NDArray[Any]] | None:
+    """What gives a box of an array on the host, where `host_view` would copy all of it; None where it would not.
+
+    jax arrays on other devices than CPUs, or of several devices. Any thread may call it; it raises as `host_view`.
+    """
+    if leaf.kind not in ("jax", "jax-key"):
+        return None
+    from tieredckpt.tree import jax_leaves
+
+    return jax_leaves.host_reader(leaf)
 
 
 def small_bytes(leaves: Sequence[ArrayLeaf]) -> list[bytes]:

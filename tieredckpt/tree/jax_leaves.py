@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from tieredckpt.errors import Invalid, NoSpace
 from tieredckpt.format.structure import Kind
+from tieredckpt.tree.jax_parts import parts
 from tieredckpt.tree.leaf import ArrayLeaf, Pieces, checked_dtype
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "as_array_leaf",
     "as_template",
     "copies",
+    "host_reader",
     "host_view",
     "made",
     "one_level",
@@ -83,11 +86,34 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     """The array as jax shows it to NumPy: a read-only view on a CPU, else a copy by jax."""
     array = leaf.source
     assert isinstance(array, jax.Array)
-    try:
+    with _reading(leaf):
         view = np.asarray(array)
         return view if leaf.part is None else view[leaf.part]
-    except RuntimeError as error:
-        if array.is_deleted():
+
+
+def host_reader(leaf: ArrayLeaf) -> Callable[[tuple[slice, ...]], npt.NDArray[Any]] | None:
+    """What gives a box of the array on the host, of one of which jax has no view; None for others.
+
+    jax keeps nothing of what it copies for that. Any thread may call it; it raises as `host_view`.
+    """
+    if (found := parts(leaf)) is None:
+        return None
+
+    def read(box: tuple[slice, ...]) -> npt.NDArray[Any]:
+        with _reading(leaf):
+            return found.read(box)
+
+    return read
+
+
+@contextmanager
+def _reading(leaf: ArrayLeaf) -> Iterator[None]:
+    """Map what jax raises when an array is read."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # the latter where it makes an array of one that was deleted
+        source: Any = leaf.source
+        if source.is_deleted():
             raise Invalid(
                 f"leaf {leaf.array!r}: the jax array was donated or deleted while its capture was pending; "
                 f'save with capture="copy", "device" or "pinned_host", or await reached("ram") before donating'

@@ -15,7 +15,10 @@ from typer.testing import Result
 
 from tieredckpt import SyncStore
 from tieredckpt.blobs.chfs import choice
+from tieredckpt.cli import doctor as cli
 from tieredckpt.config import load, to_toml
+from tieredckpt.devices.examine import page_locking
+from tieredckpt.testing.devices import FakeDriver
 
 Run = Callable[..., Result]
 Told = Callable[..., Any]
@@ -27,6 +30,23 @@ def outcomes(told: list[dict[str, Any]]) -> dict[str, bool]:
 
 def test_the_machine_alone_can_be_looked_at(told: Told) -> None:
     assert outcomes(told("doctor")["machine"])["memory"]
+
+
+def test_a_driver_that_refuses_shared_memory_is_not_ok_but_slower(
+    run: Run, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeDriver(lockable=0) as driver:
+        monkeypatch.setattr(cli, "devices", lambda: iter([("page-locking", page_locking(driver))]))
+        (check,) = [each for each in told("doctor")["machine"] if each["name"] == "page-locking"]
+        assert (check["ok"], check["slower"]) == (True, True)
+        shown = run("doctor")
+    assert shown.exit_code == 0, "all works"
+    line = next(line for line in shown.output.splitlines() if "page-locking" in line)
+    assert "SLOWER" in line
+    text = " ".join(shown.output.split())
+    assert "all is well" not in text
+    for word in ("page-locked buffers of 64 MiB", "ulimit -l unlimited"):
+        assert word in check["detail"]
 
 
 def test_every_tier_is_tried_and_left_as_it_was(told: Told, trained: Path) -> None:

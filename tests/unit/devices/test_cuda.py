@@ -94,6 +94,49 @@ def tree_on(device: str, seed: int) -> dict[str, Any]:
     return found
 
 
+def test_tensors_of_every_layout_are_saved_from_a_device_without_free_memory(
+    tiers: StoreConfig, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to gather small ones, nor to make one contiguous."""
+
+    def full(*_: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    def flat(source: Any) -> Any:
+        return full() if not source.is_contiguous() or source.is_conj() or source.is_neg() else plain(source)
+
+    plain = cuda._flat
+    monkeypatch.setattr(cuda, "_flat", flat)
+    monkeypatch.setattr(cuda._CudaStream, "gather_out", full_gather(full))
+    saved = tree_on(device, 1) | {
+        "column": tensor_of(torch.float32, (3000, 70), device)[:, 3],
+        "imaginary": tensor_of(torch.complex64, (5000,), device).conj().imag,
+        "deep": tensor_of(torch.float16, (7, 40, 300), device).permute(2, 0, 1)[1::7],
+    }
+    with CheckpointStore.open(tiers).sync() as store:
+        store.save(1, saved)
+        restored = store.restore(as_="torch")
+        assert restored is not None
+        for key, each in saved.items():
+            assert raw(restored.tree[key]) == raw(each), key
+
+
+def full_gather(full: Any) -> Any:
+    def gather_out(self: Any, *_: Any) -> None:
+        with self._working():
+            full()
+
+    return gather_out
+
+
+def test_new_memory_is_taken_on_the_stream_that_is_given(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(taken.append(stream)))
+    stream = torch.cuda.Stream()
+    made = cuda._device(0).empty(torch.ones(3, 4, device=device), cuda._CudaStream("cuda:0", stream))
+    assert (made.shape, taken) == ((3, 4), [stream])
+
+
 @pytest.mark.parametrize("capture", ["copy", "lazy"])
 @pytest.mark.parametrize("way", ["like", "into"])
 def test_tensors_of_every_dtype_and_layout_come_back(tiers: StoreConfig, device: str, capture: Any, way: str) -> None:

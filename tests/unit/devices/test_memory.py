@@ -69,10 +69,10 @@ def test_a_refusal_is_told_once_and_what_is_registered_stays_in_use(
 
 def test_doctor_says_whether_memory_is_page_locked_and_how_to_repair_it() -> None:
     with FakeDriver() as driver:
-        assert "registers shared memory" in page_locking(driver)
+        assert "registers shared memory" in page_locking(driver).text
         assert not driver.registered
     with FakeDriver(lockable=0) as driver:
-        told = page_locking(driver)
+        told = page_locking(driver).text
     assert "buffers of 64 MiB" in told
     assert "ulimit -l unlimited" in told
     assert "memlock=-1" in told

@@ -105,7 +105,7 @@ def test_a_slab_grows_where_the_system_refuses_to_choose_a_node(
     with FakeDriver(bus_ids=BUS_IDS) as driver:
         _, memory = grown()
         assert (memory == 7).all()
-        told = nearness(driver.devices)
+        told = nearness(driver.devices).text
     assert "Operation not permitted" in told
     assert "numactl --preferred" in told
 
@@ -122,13 +122,13 @@ async def test_scratch_memory_is_taken_near_devices_too(tmp_path: Path, monkeypa
 def test_doctor_says_on_which_nodes_devices_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, "0-1", [1, 0, -1])
     with FakeDriver(3, bus_ids=BUS_IDS) as driver:
-        told = nearness(driver.devices)
+        told = nearness(driver.devices).text
         assert "fake:0 on 1, fake:1 on 0, fake:2 on an unknown one" in told
         assert "near the devices" in told
         assert machine.asked, "it was tried"
-        assert "does not say" in nearness(driver.devices[2:])
+        assert "does not say" in nearness(driver.devices[2:]).text
     monkeypatch.setattr(numa, "NUMA", Numa(tmp_path / "nowhere", machine.mbind))
-    assert "no memory that is nearer" in nearness(driver.devices)
+    assert "no memory that is nearer" in nearness(driver.devices).text
 
 
 def policy_at(memory: Bytes) -> tuple[int, int]:

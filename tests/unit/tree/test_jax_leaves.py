@@ -17,6 +17,10 @@ from tieredckpt.tree import as_array_leaf, flatten, host_view, match, unflatten,
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
+from tieredckpt.tree import jax_parts
+from tieredckpt.tree.arrays import host_reader
+from tieredckpt.tree.leaf import ArrayLeaf
+
 DTYPES = [
     "bool",
     "uint8",
@@ -218,6 +222,53 @@ for spec in (P("x", "y"), P("x"), P(None, ("x", "y")[0]), P()):
         assert got["rng"].sharding == keys.sharding
         assert jax.random.key_data(got["rng"]).tolist() == jax.random.key_data(keys).tolist()
 """
+
+
+READ = """
+import itertools
+import numpy as np, jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from msgspec.structs import replace
+from tieredckpt.tree import as_array_leaf, jax_parts
+from tieredckpt.tree.arrays import host_reader
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+whole = np.arange(8 * 6, dtype=np.int16).reshape(8, 6)
+spans = {8: [slice(0, 8), slice(1, 5), slice(4, 8)], 6: [slice(0, 6), slice(2, 4), slice(0, 3)]}
+for elsewhere in (False, True):
+    if elsewhere:
+        jax_parts._is_here = lambda array: False
+    for spec in (P("x", "y"), P(None, "y"), P(("x", "y")), P("y"), P()):
+        leaf = as_array_leaf("w", jax.device_put(whole, NamedSharding(mesh, spec)))
+        read = host_reader(leaf)
+        assert (read is None) == (spec == P() and not elsewhere)
+        for box in itertools.product(spans[8], spans[6]) if read else ():
+            assert np.array_equal(read(box), whole[box]), (spec, box)
+        part = (slice(3, 8), slice(1, 5))
+        inner = host_reader(replace(leaf, shape=(5, 4), part=part))
+        for box in itertools.product((slice(0, 5), slice(1, 3)), (slice(0, 4), slice(3, 4))) if inner else ():
+            assert np.array_equal(inner(box), whole[part][box]), (spec, box)
+        assert leaf.source._npy_value is None
+        assert not elsewhere or all(shard.data._npy_value is None for shard in leaf.source.addressable_shards)
+"""
+
+
+def test_boxes_of_an_array_without_a_view_are_read_alone_and_nothing_is_kept_with_it() -> None:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", READ], env=environment, check=True)
+
+
+def test_what_is_read_of_an_array_given_away_is_told_as_of_one_with_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_parts, "_is_here", lambda _: False)
+    array = jnp.zeros((4, 4))
+    leaf = as_array_leaf("w", array)
+    assert isinstance(leaf, ArrayLeaf)
+    read = host_reader(leaf)
+    assert read is not None
+    array.delete()
+    for box in ((slice(0, 2), slice(0, 4)), (slice(0, 4), slice(0, 4))):
+        with pytest.raises(Invalid, match=r"'w'.*donated or deleted"):
+            read(box)
 
 
 def test_an_array_sharded_over_devices_is_saved_whole_and_restored_sharded() -> None:

@@ -13,9 +13,11 @@ from tieredckpt.bench.gpu import DevicePeer, no_device
 from tieredckpt.bench.peers import deepspeed
 from tieredckpt.bench.peers.base import absent
 
-__all__ = ["CudaTraining", "cuda_peers", "device_memory"]
+__all__ = ["CudaTraining", "copy_rates", "cuda_peers", "device_memory"]
 
 _BATCH = 2048
+_SAMPLE = 1 << 30
+"""Bytes that `copy_rates` copies at a time."""
 _BYTES_OF_PARAMETER = 12
 """In float32 with the two moments of Adam."""
 
@@ -31,6 +33,25 @@ def device_memory() -> int:
     return int(torch.cuda.mem_get_info()[0])
 
 
+def copy_rates() -> tuple[float, float]:
+    """Bytes a second from the first device to page-locked memory, and back."""
+    import torch
+
+    host = torch.empty(_SAMPLE, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_SAMPLE, dtype=torch.uint8, device="cuda")
+    found = []
+    for target, source in ((host, there), (there, host)):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        target.copy_(source, non_blocking=True)
+        marks[0].record()
+        for _ in range(4):
+            target.copy_(source, non_blocking=True)
+        marks[1].record()
+        marks[1].synchronize()
+        found.append(4 * _SAMPLE / (marks[0].elapsed_time(marks[1]) / 1e3))
+    return found[0], found[1]
+
+
 class CudaTraining:
     """A multilayer perceptron with AdamW, of about ``nbytes``, on the first device."""
 
@@ -43,6 +64,7 @@ class CudaTraining:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
         self._batch = torch.randn(_BATCH, width, device="cuda")
         self.device = torch.cuda.get_device_name()
+        self.passes = 1
         self.forward()
         self.change()
         self.synchronize()
@@ -55,32 +77,21 @@ class CudaTraining:
         return found
 
     def forward(self) -> None:
-        with self._torch.autocast("cuda", self._torch.bfloat16):
-            self._model(self._batch).float().square().mean().backward()
+        for _ in range(self.passes):
+            with self._torch.autocast("cuda", self._torch.bfloat16):
+                loss = self._model(self._batch).float().square().mean()
+            loss.backward()
 
     def change(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def synchronize(self) -> None:
-        self._torch.cuda.synchronize()
+        self._torch.cuda.current_stream().synchronize()
 
     def copies(self) -> tuple[float, float]:
-        torch = self._torch
-        nbytes = min(self.nbytes, 1 << 30)
-        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-        found = []
-        for target, source in ((host, there), (there, host)):
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            target.copy_(source, non_blocking=True)
-            marks[0].record()
-            for _ in range(4):
-                target.copy_(source, non_blocking=True)
-            marks[1].record()
-            self.synchronize()
-            found.append(marks[0].elapsed_time(marks[1]) / 1e3 / 4 * self.nbytes / nbytes)
-        return found[0], found[1]
+        out, back = copy_rates()
+        return self.nbytes / out, self.nbytes / back
 
 
 def cuda_peers() -> tuple[list[type[DevicePeer]], dict[str, str]]:

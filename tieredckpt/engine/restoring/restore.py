@@ -333,7 +333,7 @@ def _fit(
     if shape.into is not None and shape.keys is None:
         refill = flattener.refill(shape.into, structure)
         if refill is not None:
-            return structure, refill, {}, _Fillable(_given(refill.leaves, shape.streams), {})
+            return structure, refill, {}, _Fillable(_given(refill.leaves, shape.streams), {}, shape.streams)
     wanted = structure if shape.keys is None else select(structure, shape.keys)
     template = shape.like if shape.into is None else shape.into
     if template is None:
@@ -347,13 +347,13 @@ def _fit(
     as_stored = (*fitted.as_saved, *fitted.scalars)
     forms = {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in as_stored}
     if shape.into is not None:
-        return wanted, fitted, forms, _Fillable(_given(fitted.leaves, shape.streams), {})
+        return wanted, fitted, forms, _Fillable(_given(fitted.leaves, shape.streams), {}, shape.streams)
     leaves = {leaf.key: leaf for leaf in fitted.leaves}
     # Pieces of one tensor are put together on the host, and other dtypes are cast there.
     whole_leaves = {key: leaf for key, leaf in leaves.items() if leaf.part is None and device_view(leaf) is not None}
     new = {key: whole_leaves[key] for key in whole_leaves.keys() - fitted.cast} if shape.copy else {}
     forms |= {key: Form(leaf.shape, leaf.dtype) for key, leaf in leaves.items() if key not in new}
-    return wanted, fitted, forms, _Fillable({}, new)
+    return wanted, fitted, forms, _Fillable({}, new, shape.streams)
 
 
 def _given(leaves: Sequence[ArrayLeaf], streams: Mapping[Device, Stream]) -> dict[str, Target]:
@@ -372,6 +372,8 @@ class _Fillable:
     given: Mapping[str, Target]
     like: Mapping[str, ArrayLeaf]
     """Examples of new arrays on devices."""
+    streams: Mapping[Device, Stream]
+    """Those on which the trainer works."""
 
 
 def _targets(
@@ -382,7 +384,7 @@ def _targets(
     if fillable is not None:
         check_memory(index, fillable.given)
         found |= fillable.given
-        found |= {key: new_on_device(leaf) for key, leaf in fillable.like.items()}
+        found |= {key: new_on_device(leaf, fillable.streams) for key, leaf in fillable.like.items()}
     return found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.memory import memory_limit
-from tieredckpt.devices.base import Device, Event
+from tieredckpt.devices.base import Device, Event, Stream
 from tieredckpt.engine.restoring.pieces import Form, Target, box_of
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.boxes import Boxes
@@ -52,14 +52,17 @@ def given_on_device(leaf: ArrayLeaf, ready: Mapping[Device, Event]) -> DeviceTar
     return None if found is None else DeviceTarget(*found, leaf.shape, leaf.dtype, ready.get(found[0]))
 
 
-def new_on_device(leaf: ArrayLeaf) -> DeviceTarget:
-    """New memory, where a leaf lies that is on a device, of its form. Raises `DeviceUnavailable`."""
+def new_on_device(leaf: ArrayLeaf, streams: Mapping[Device, Stream]) -> DeviceTarget:
+    """New memory, where a leaf lies that is on a device, of its form. Raises `DeviceUnavailable`.
+
+    It belongs to the trainer's stream, one of ``streams``, like what the trainer makes itself.
+    """
     found = device_view(leaf)
     assert found is not None, "it lies on a device"
     device, view = found
-    array = device.empty(view)
-    # What had the memory before may still be used by what this thread's stream has to do.
-    stream = device.driver.current_streams().get(device)
+    stream = streams.get(device)
+    array = device.empty(view, stream)
+    # What had the memory before may still be used by what that stream has to do.
     return DeviceTarget(device, array, leaf.shape, leaf.dtype, None if stream is None else stream.record())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ from tieredckpt.devices.base import Bytes, Device
 from tieredckpt.devices.link import Link
 from tieredckpt.format.digest import BLOCK, Digester, copy_and_digest, digest
 from tieredckpt.format.grid import Grid, cell_box, cells
-from tieredckpt.tree.arrays import device_view, host_view, row_major_bytes
+from tieredckpt.tree.arrays import device_view, host_reader, host_view, row_major_bytes
 from tieredckpt.tree.leaf import ArrayLeaf
 
 __all__ = ["Cell", "DeviceCell", "cells_here", "cells_of", "cells_on_device", "in_0_and_1"]
@@ -96,6 +96,28 @@ class DeviceCell(Cell):
         return now
 
 
+@dataclass(frozen=True, slots=True)
+class ReadCell(Cell):
+    """One cell to copy whose array has no view on the host: ``source`` reads ``box`` of it when its turn comes.
+
+    Where ``shape`` is None, its bytes are the start of the cell as they come.
+    """
+
+    source: Any
+    box: tuple[slice, ...]
+
+    def copy_to(self, target: Bytes) -> bytes:
+        return self._here().copy_to(target)
+
+    def digest(self) -> bytes:
+        return self._here().digest()
+
+    def _here(self) -> Cell:
+        view = in_0_and_1(self.source(self.box))
+        source = view if self.shape is not None else np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+        return Cell(self.array, self.ordinal, self.nbytes, source, self.shape, None)
+
+
 def cells_of(array: int, leaf: ArrayLeaf, grid: Grid) -> Iterator[Cell]:
     """The cells of the array of the index ``array``, wherever it lies."""
     there = device_view(leaf)
@@ -103,7 +125,10 @@ def cells_of(array: int, leaf: ArrayLeaf, grid: Grid) -> Iterator[Cell]:
 
 
 def cells_here(array: int, leaf: ArrayLeaf, grid: Grid, known: Sequence[bytes | None]) -> Iterator[Cell]:
-    """The cells of an array on the host; ``known`` are the digests that they may have again."""
+    """The cells of an array on the host, or to be read by its framework; ``known`` are digests they may have again."""
+    if (read := host_reader(leaf)) is not None:
+        yield from _cells_to_read(array, leaf, grid, read)
+        return
     view = in_0_and_1(host_view(leaf))
     flat = row_major_bytes(view) if leaf.place is None or grid.contiguous else None
     if len(known) != grid.size or flat is None:
@@ -111,6 +136,14 @@ def cells_here(array: int, leaf: ArrayLeaf, grid: Grid, known: Sequence[bytes | 
     shape = None if flat is not None else grid.cell
     for ordinal, source in enumerate(_sources(view, flat, grid)):
         yield Cell(array, ordinal, grid.cell_nbytes, source, shape, known[ordinal])
+
+
+def _cells_to_read(
+    array: int, leaf: ArrayLeaf, grid: Grid, read: Callable[[tuple[slice, ...]], npt.NDArray[Any]]
+) -> Iterator[ReadCell]:
+    shape = None if leaf.place is None or grid.contiguous else grid.cell
+    for ordinal, cell in enumerate(cells(grid)):
+        yield ReadCell(array, ordinal, grid.cell_nbytes, read, shape, None, cell_box(grid, cell.index).slices())
 
 
 def cells_on_device(array: int, leaf: ArrayLeaf, grid: Grid, device: Device, view: Any) -> Iterator[DeviceCell]:

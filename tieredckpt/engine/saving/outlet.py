@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.devices.base import Device, DeviceArray, Event, Stream
+from tieredckpt.devices.base import Bytes, Device, DeviceArray, DeviceFull, Event, Stream
 from tieredckpt.devices.drivers import drivers
 from tieredckpt.devices.link import Link
 from tieredckpt.devices.memory import HostMemory
@@ -75,8 +75,21 @@ class Outlet:
             batch = views[first : first + at_once]
             with self.memory.buffer(device.driver, size * len(batch)) as buffer:
                 landing = buffer[: size * len(batch)]
-                stream.gather_out(batch, landing)
-                stream.record().wait()
+                try:
+                    _gather(stream, batch, landing)
+                    stream.record().wait()
+                finally:
+                    stream.finish()  # also after an error: the buffer is used again
                 together = landing.copy()
             for start in range(0, together.size, size):
                 yield together[start : start + size].view(dtype).reshape(shape)
+
+
+def _gather(stream: Stream, batch: Sequence[Any], landing: Bytes) -> None:
+    """Begin to copy arrays of one form to ``landing``: together, or one by one where the device is full."""
+    try:
+        stream.gather_out(batch, landing)
+    except DeviceFull:
+        size = landing.size // len(batch)
+        for i, view in enumerate(batch):
+            stream.copy_out(view, [landing[i * size : (i + 1) * size]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from itertools import cycle
 from typing import Any
 
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.devices import EVERY_KIND, rig, values
+from support.devices import EVERY_KIND, refuse_buffers, rig, values
 from support.insight import flip_chunk
 from support.scenes import CHUNK, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore, DeviceUnavailable, Invalid, Shard
 from tieredckpt.config import StoreConfig
+from tieredckpt.devices.examine import page_locking
 from tieredckpt.testing.devices import FakeArray, FakeDriver
 
 
@@ -87,21 +89,53 @@ async def test_a_restore_comes_after_what_the_program_has_enqueued(kind: str, wa
                 assert (here.read(array) == (saved if way == "into" else 9)).all()
 
 
-async def test_from_registered_memory_every_byte_goes_straight_to_the_device(tiers: StoreConfig) -> None:
-    saved = np.arange(40 * CHUNK, dtype=np.uint8)
-    with FakeDriver() as driver:
+def test_new_memory_belongs_to_the_stream_on_which_the_caller_works(tiers: StoreConfig) -> None:
+    """What the caller has enqueued there may still use it, and the engine's threads have another current stream."""
+    saved = np.arange(9 * CHUNK, dtype=np.uint8)
+    order: list[str] = []
+    with FakeDriver() as driver, CheckpointStore.open(tiers).sync() as store:
         (device,) = driver.devices
+        store.save(1, {"w": saved})
+        device.current = device.stream()
+        example = device.array(saved * 0)
+        for _ in range(20):
+            device.current.enqueue(lambda: time.sleep(0.002))
+        device.current.enqueue(lambda: order.append("the caller's work"))
+        transfer = device.transfer
+
+        def copied(nbytes: int) -> None:
+            order.append("a copy")
+            transfer(nbytes)
+
+        device.transfer = copied  # type: ignore[method-assign]
+        restored = store.restore(like={"w": example})
+        assert restored is not None
+        assert restored.tree["w"].stream is device.current
+        assert order[0] == "the caller's work"
+        assert (restored.tree["w"].read() == saved).all()
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+async def test_from_registered_memory_every_byte_goes_straight_to_the_device(
+    kind: str, tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = np.arange(40 * CHUNK, dtype=np.uint8)
+    with rig(kind) as here:
+        if page_locking(here.driver).slower:
+            pytest.skip("this machine's driver registers no shared memory")
         async with CheckpointStore.open(tiers) as store:
-            await store.save(1, {"w": device.array(saved)})
+            await store.save(1, {"w": here.array(saved)})
             state = store._life.engine.state
             ram = state.tiers[0].ram
             assert ram is not None
             await asyncio.to_thread(state.host_memory.extend, ram.slab.array, ram.slab.reserved)
-            before = driver.direct
-            restored = await store.restore(into={"w": device.array(saved * 0)})
-            assert restored is not None
-            assert (driver.direct - before, driver.pageable) == (saved.nbytes, 0)
-            assert_on_devices(restored.tree, {"w": saved})
+            before = here.driver.direct if kind == "fake" else 0
+            refuse_buffers(monkeypatch)
+            array = here.array(saved * 0)
+            await store.restore(into={"w": array})
+            if kind == "fake":
+                assert (here.driver.direct - before, here.driver.pageable) == (saved.nbytes, 0)
+            assert (here.read(array) == saved).all()
 
 
 async def test_damage_is_found_before_the_device_has_it(tiers: StoreConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.devices import EVERY_KIND, rig
+from support.devices import EVERY_KIND, fail_at, idle, rig
 from support.scenes import CHUNK, SOON, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore, DeviceUnavailable
@@ -29,25 +28,6 @@ def values(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     large = {f"w{i}": rng.integers(0, 256, CHUNKS * CHUNK).astype(np.uint8) for i in range(2)}
     return large | {f"b{i}": rng.standard_normal(8) for i in range(SMALL)}
-
-
-async def idle(device: FakeDevice) -> None:
-    """Wait until the device has done all that was enqueued."""
-    async with asyncio.timeout(SOON):
-        while device.waiting:
-            await asyncio.sleep(0)
-
-
-def fail_at(device: FakeDevice, number: int | None) -> None:
-    """One transfer of the device fails; those on other streams go on."""
-    transfers = count()
-
-    def transfer_or_fail(nbytes: int) -> None:
-        if next(transfers) == number:
-            raise RuntimeError("an illegal memory access was encountered")
-        FakeDevice.transfer(device, nbytes)
-
-    device.transfer = transfer_or_fail  # type: ignore[method-assign]
 
 
 async def run(restoring: asyncio.Task[Any], device: FakeDevice, cancelled_after: int | None) -> str:

@@ -72,9 +72,10 @@ moves = st.lists(
 @given(
     moves=moves, seed=st.integers(0, 1 << 16), speed=st.sampled_from([None, 5e6]), lockable=st.sampled_from([None, 0])
 )
+@pytest.mark.parametrize("kind", EVERY_KIND)
 @settings(max_examples=40)
 async def test_in_every_order_a_step_is_what_was_there_or_is_not(
-    moves: Any, seed: int, speed: float | None, lockable: int | None
+    kind: str, moves: Any, seed: int, speed: float | None, lockable: int | None
 ) -> None:
     """Copies late, optimizers early, two saves in flight, closed in between: whole and as at the call, or failed."""
     memory = new_shared_folder()
@@ -82,14 +83,14 @@ async def test_in_every_order_a_step_is_what_was_there_or_is_not(
     expected: dict[int, tuple[int, ...] | None] = {}
     now = [1, 1]
     try:
-        with FakeDriver(2, seed=seed, speed=speed, lockable=lockable) as driver:
-            arrays = [device.array(full(1)) for device in driver.devices]
+        with rig(kind, 2 if kind == "fake" else 1, seed=seed, speed=speed, lockable=lockable) as here:
+            arrays = [here.array(full(1), i % here.count) for i in range(2)]
             tree = {f"w{i}": array for i, array in enumerate(arrays)}
 
             def change() -> None:
                 for i, array in enumerate(arrays):
                     now[i] += 1
-                    array.change(full(now[i]))
+                    here.change(array, full(now[i]))
 
             tiers = config({"ram": ram(memory, capacity="64 MiB")}, name="of-lazy")
             async with CheckpointStore.open(tiers) as store:
@@ -98,7 +99,7 @@ async def test_in_every_order_a_step_is_what_was_there_or_is_not(
                     checkpoint = await store.save(step, tree, capture="lazy")
                     expected[step] = (now[0], now[1])
                     for _ in range(work):
-                        driver.devices[0].current.enqueue(lambda: None)
+                        here.busy(0.0002)
                     if early:
                         change()
                         expected[step] = None
@@ -347,13 +348,16 @@ async def test_digests_find_a_single_byte_that_nothing_else_tells(
             assert await store.all_steps() == (1,)
 
 
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("how", ["Adam", "foreach", "fused", "fused SGD"])
 def test_the_step_of_a_torch_optimizer_waits_for_the_copy(
-    how: str, tiers: StoreConfig, held_back: threading.Event
+    how: str, where: str, tiers: StoreConfig, held_back: threading.Event
 ) -> None:
     """Fused steps change parameters without counting that."""
     torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(SIZE))
+    if where == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    parameter = torch.nn.Parameter(torch.ones(SIZE, device=where))
     options: dict[str, Any] = {
         "foreach": {"foreach": True},
         "fused": {"fused": True},
@@ -365,7 +369,7 @@ def test_the_step_of_a_torch_optimizer_waits_for_the_copy(
             held_back.clear()
             before = parameter.detach().clone()
             checkpoint = store.save(step, {"p": parameter, "o": optimizer.state_dict()["state"]}, capture="lazy")
-            parameter.grad = torch.ones(SIZE)
+            parameter.grad = torch.ones(SIZE, device=where)
             timer = threading.Timer(0.05, held_back.set)
             timer.start()
             optimizer.step()
@@ -375,7 +379,7 @@ def test_the_step_of_a_torch_optimizer_waits_for_the_copy(
             checkpoint.reached("disk")
             restored = store.restore(as_="torch")
             assert restored is not None
-            assert torch.equal(restored.tree["p"], before)
+            assert torch.equal(restored.tree["p"], before.cpu())
 
 
 def test_a_step_goes_on_whatever_else_is_called_before_it(tiers: StoreConfig) -> None:

@@ -1,0 +1,96 @@
+"""The bytes of jax arrays that have no view on the host: part by part, and without a copy that jax keeps.
+
+What `numpy.asarray` copies of a jax array stays with that array, as long as it lives: of a state on devices, or one
+whose shards lie on several, it would be the state once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from tieredckpt.tree.leaf import ArrayLeaf
+
+__all__ = ["Parts", "parts"]
+
+_HOST = ("pinned_host", "unpinned_host")
+"""Kinds of memory of which NumPy has a view, whatever device they are of."""
+
+_Offset = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """An array, or the part of one that a leaf is, to be read by its boxes."""
+
+    offset: _Offset
+    """Of the leaf in the array."""
+    shards: Sequence[tuple[_Offset, jax.Array]]
+    """Those that differ: where each begins in the array, and its data, on one device."""
+
+    def read(self, box: tuple[slice, ...]) -> npt.NDArray[Any]:
+        """A box of the leaf: a view where one shard on the host has it, else a copy. Raises as jax does."""
+        starts = [part.start + start for part, start in zip(box, self.offset, strict=True)]
+        ends = [part.stop + start for part, start in zip(box, self.offset, strict=True)]
+        found: npt.NDArray[Any] | None = None
+        for offset, data in self.shards:
+            lows = list(map(max, starts, offset))
+            highs = [min(end, start + size) for end, start, size in zip(ends, offset, data.shape, strict=True)]
+            if any(low >= high for low, high in zip(lows, highs, strict=True)):
+                continue
+            here = _host(data, [low - start for low, start in zip(lows, offset, strict=True)], _less(highs, lows))
+            if (lows, highs) == (starts, ends):
+                return here
+            if found is None:
+                found = np.empty(_less(ends, starts), here.dtype)
+            found[tuple(map(slice, _less(lows, starts), _less(highs, starts)))] = here
+        assert found is not None, "the shards are all of the array"
+        return found
+
+
+def parts(leaf: ArrayLeaf) -> Parts | None:
+    """How to read the array of a leaf; None where jax has a view of it, or it was donated or deleted."""
+    array: Any = leaf.source
+    if array.is_deleted() or (len(array.sharding.device_set) == 1 and _is_here(array)):
+        return None
+    shards: dict[_Offset, jax.Array] = {}
+    for shard in array.addressable_shards:
+        shards.setdefault(tuple(index.start or 0 for index in shard.index), shard.data)
+    if len(shards) == 1 and all(map(_is_here, shards.values())):
+        return None
+    inner = leaf.part or ()
+    starts = [part.start or 0 for part in inner] + [0] * (len(array.shape) - len(inner))
+    return Parts(tuple(starts), [*shards.items()])
+
+
+def _host(data: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> npt.NDArray[Any]:
+    """A box of an array of one device."""
+    box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    if _is_here(data):
+        view: npt.NDArray[Any] = np.asarray(data)
+        return view[box]
+    if tuple(sizes) != data.shape:
+        try:
+            with jax.transfer_guard("allow"):  # of where it begins
+                return np.asarray(jax.lax.dynamic_slice(data, starts, sizes))
+        except RuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+    # Another array of the same memory: what NumPy makes of it goes with it.
+    other: Any = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+    whole: npt.NDArray[Any] = np.asarray(other)
+    return whole[box]
+
+
+def _is_here(array: Any) -> bool:
+    kinds = {device.platform for device in array.sharding.device_set}
+    return kinds == {"cpu"} or array.sharding.memory_kind in _HOST
+
+
+def _less(these: Sequence[int], those: Sequence[int]) -> tuple[int, ...]:
+    return tuple(one - other for one, other in zip(these, those, strict=True))
