@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tieredckpt.plan.actions import Action
 from tieredckpt.plan.scenario import Rung
 from tieredckpt.plan.tiers import WorldTier
-from tieredckpt.plan.world import Action, World
+from tieredckpt.plan.world import World
 
 __all__ = ["DerivedWorld", "derive"]
 
@@ -22,7 +23,7 @@ class DerivedWorld(World):
         own = WorldTier(rung, len(nearer), exact.scenario)
         super().__init__(exact.scenario, clock, tell, (*nearer, own))
         self.own = own
-        self.exact, self._exact = exact, exact
+        self.changes = exact.changes
         self.branch, self.observation = exact.branch, exact.observation
         self._mine = (own,)
 
@@ -32,11 +33,6 @@ class DerivedWorld(World):
         tier.steps.held.update(tier.unseen)
         tier.unseen = {}
         self.look_again()
-
-    def touched(self) -> None:
-        """As of the world; the source of what is derived is read meanwhile."""
-        super().touched()
-        self._exact.touched()
 
 
 def derive(world: World, clock: Callable[[], float], tell: Callable[[Action], None]) -> tuple[DerivedWorld, ...]:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.plan.actions import Action
 from tieredckpt.plan.scenario import Scenario
 from tieredckpt.plan.tiers import WorldTier
-from tieredckpt.plan.world import Action, World
+from tieredckpt.plan.world import World
 
 __all__ = ["Pace", "TierPace", "pace"]
 

@@ -15,13 +15,14 @@ import simpy
 
 from tieredckpt.errors import Invalid, NoSpace
 from tieredckpt.format.manifest import StepId
+from tieredckpt.plan.actions import Action
 from tieredckpt.plan.cluster import Failure, failures, outages
 from tieredckpt.plan.derived import derive
 from tieredckpt.plan.figures import Figures, Ledger, Phase
 from tieredckpt.plan.flows import Flows, Lane
 from tieredckpt.plan.scenario import Scenario
 from tieredckpt.plan.tiers import WorldTier
-from tieredckpt.plan.world import Action, World
+from tieredckpt.plan.world import World
 
 __all__ = ["simulate"]
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tieredckpt.engine.keeping.policies import is_due, leaving, leaving_for, waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
@@ -23,27 +23,16 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import DictNode
+from tieredckpt.plan.actions import Action, What
 from tieredckpt.plan.scenario import KINDS, Kind, Scenario
 from tieredckpt.plan.tiers import WorldTier
 from tieredckpt.policy.base import Observed, StepView, StoreView, TierView
 from tieredckpt.policy.views import StepViews
 
-__all__ = ["Action", "What", "World"]
+__all__ = ["Changes", "World"]
 
 _NOTHING = DictNode([], [])
 """The structure of every step here."""
-
-What = Literal["saved", "skipped", "promoted", "evicted", "restored"]
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One thing that happened to a step, and on which tier."""
-
-    at: float
-    what: What
-    step: int
-    tier: str
 
 
 class _Seen(NamedTuple):
@@ -52,6 +41,13 @@ class _Seen(NamedTuple):
     record: StepRecord
     view: StepView
     """As of the time 0: `StepViews` tells the age."""
+
+
+@dataclass(slots=True)
+class Changes:
+    """How much has changed, in all worlds that see the same exact steps."""
+
+    count: int = 0
 
 
 class World(State):
@@ -94,7 +90,7 @@ class World(State):
         self._tell = tell
         self._seen: dict[StepId, _Seen] = {}
         """Every step that some tier holds, by age."""
-        self._version = 0
+        self.changes = Changes()
         self._views: tuple[StepView, ...] | None = None
         """Those of `_seen`; None when one has changed."""
         self._kept_steps: tuple[float, StepViews] | None = None
@@ -110,7 +106,7 @@ class World(State):
     def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
         """As of the engine's state, at the time of this world; what did not change since the last one is kept."""
         now = self.observation.now()
-        which = (now, self._version, at_rest)
+        which = (now, self.changes.count, at_rest)
         if and_on is None and self._kept_view is not None and self._kept_view[0] == which:
             return self._kept_view[1]
         if self._kept_steps is None or self._kept_steps[0] != now:
@@ -166,7 +162,7 @@ class World(State):
             )
             self._seen[step] = _Seen(record, view)
         self._kept_steps = self._views = None
-        self._version += 1
+        self.changes.count += 1
         for derived in self._derived_worlds():
             derived.look(step)
 
@@ -176,7 +172,7 @@ class World(State):
         self._kept_steps = self._views = None
         for step in sorted({step for tier in self.rungs for step in tier.steps.held}):
             self.look(step)
-        self._version += 1
+        self.changes.count += 1
         for derived in self._derived_worlds():
             derived.look_again()
 
@@ -323,13 +319,7 @@ class World(State):
 
     def touched(self) -> None:
         """A tier's health or work changed."""
-        self.renew_view()
-        for derived in self._derived_worlds():
-            derived.renew_view()
-
-    def renew_view(self) -> None:
-        """Make the view of policies anew when they ask next."""
-        self._version += 1
+        self.changes.count += 1
 
     # -- failures -----------------------------------------------------------------------------------------
 

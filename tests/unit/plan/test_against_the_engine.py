@@ -13,10 +13,10 @@ from support.scenes import Heard, crash, folder, ram
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.events import SaveSkipped, StepEvicted, StepPromoted, StepRestored, StepSaved
+from tieredckpt.plan.actions import Action
 from tieredckpt.plan.cluster import Failure
 from tieredckpt.plan.scenario import Scenario, rungs
 from tieredckpt.plan.simulate import simulate
-from tieredckpt.plan.world import Action
 from tieredckpt.policy import base
 from tieredckpt.policy.base import Promotion, Retention, StepView, StoreView, TierView
 

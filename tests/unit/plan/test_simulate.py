@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from tieredckpt.config import load
 from tieredckpt.errors import Invalid
 from tieredckpt.plan import simulate as simulation
+from tieredckpt.plan.actions import Action
 from tieredckpt.plan.cluster import Failure, failures
 from tieredckpt.plan.figures import Figures
 from tieredckpt.plan.model import Risk, daly, ettr, young
 from tieredckpt.plan.picture import Point, draw
 from tieredckpt.plan.scenario import Kind, Scenario, derived_rungs, rungs
 from tieredckpt.plan.simulate import simulate
-from tieredckpt.plan.world import Action, World
+from tieredckpt.plan.world import World
 from tieredckpt.policy import Observed, Schedule, StoreView
 from tieredckpt.policy.views import StepView, StepViews
 
