@@ -49,7 +49,7 @@ class Wire:
         self.peer = peer
         """Number of the other process; 0 where the system does not tell."""
         self.holder = holder
-        """Who that is, should it die."""
+        """The holder of a lease, should the process die."""
         self._reader, self._writer = reader, writer
         self._coming: int | None = None
         """Length of the frame of which no more has been read than that."""

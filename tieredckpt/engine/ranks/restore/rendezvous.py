@@ -45,7 +45,7 @@ class Rendezvous:
         self._asking: dict[int, int] = {}
         """At rank 0: the ranks that wait, and how often each has asked."""
         self._called: dict[int, int] = {}
-        """Those of them that are to confirm, and the ask that each is to confirm."""
+        """Ranks that are to confirm, and the request that each is to confirm."""
         self._here: set[int] = set()
         """Ranks that have confirmed."""
         self._came = Notification()
