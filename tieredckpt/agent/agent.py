@@ -21,7 +21,7 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, outlast, whole
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import limits
-from tieredckpt.engine.agent import messages as said
+from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.deltas import VERSION, adopt_ram, settings_of
 from tieredckpt.engine.agent.process import claim
 from tieredckpt.engine.agent.wire import Parted, Wire, connect
@@ -147,7 +147,7 @@ class Agent:
     async def _meet(self, wire: Wire) -> bool:
         """Serve a trainer; True when it closed in order and this agent ends with it."""
         self._wire = wire
-        goodbye = said.Goodbye(done=False)
+        goodbye = messages.Goodbye(done=False)
         try:
             goodbye = await self._serve(wire)
         except Parted as error:
@@ -260,11 +260,11 @@ class Agent:
 
     # -- trainers -----------------------------------------------------------------------------------------
 
-    async def _serve(self, wire: Wire) -> said.Goodbye:
+    async def _serve(self, wire: Wire) -> messages.Goodbye:
         """Receive from a trainer until it sends `Goodbye`. Raises `Parted` if it ends without."""
-        hello: said.FromTrainer = await wire.read(said.FromTrainer, _HELLO)
-        in_ram: said.FromTrainer = await wire.read(said.FromTrainer, _HELLO)
-        if not isinstance(hello, said.Hello) or not isinstance(in_ram, said.InRam):
+        hello: messages.FromTrainer = await wire.read(messages.FromTrainer, _HELLO)
+        in_ram: messages.FromTrainer = await wire.read(messages.FromTrainer, _HELLO)
+        if not isinstance(hello, messages.Hello) or not isinstance(in_ram, messages.InRam):
             raise Parted("it does not begin with its name and what it has")
         if (hello.version, hello.settings) != (VERSION, settings_of(self._config)):
             self._give_up(wire, hello)
@@ -274,7 +274,7 @@ class Agent:
             else:
                 await self._open(made_up=hello.made_up)
         except (Conflict, Invalid) as error:
-            wire.send(said.Refused(Failure.of(error)))
+            wire.send(messages.Refused(Failure.of(error)))
             await wire.close()
             raise
         adopt_ram(self._engine.state, in_ram)
@@ -282,7 +282,7 @@ class Agent:
         self._dead = ()
         return await Service(self._engine, wire).run(dead)
 
-    def _give_up(self, wire: Wire, hello: said.Hello) -> None:
+    def _give_up(self, wire: Wire, hello: messages.Hello) -> None:
         """Leave a trainer to an agent that fits it."""
         if self._life == "with trainer":
             raise _Outdated("the trainer has another configuration or version now, and starts an agent of its own")
@@ -291,10 +291,10 @@ class Agent:
             f"the agent, process {os.getpid()}, has another {differs} than the trainer; end it, or start it with "
             f"the trainer's"
         )
-        wire.send(said.Refused(Failure.of(refusal)))
+        wire.send(messages.Refused(Failure.of(refusal)))
         raise _Unfit(str(refusal))
 
-    async def _see(self, hello: said.Hello) -> None:
+    async def _see(self, hello: messages.Hello) -> None:
         """Attach to RAM anew if it is not what this agent sees."""
         state, ram = self._engine.state, self._engine.state.tiers[0].ram
         state.identity.made_up = state.identity.made_up or hello.made_up
