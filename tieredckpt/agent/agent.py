@@ -137,7 +137,7 @@ class Agent:
             await asyncio.sleep(_LOOK_AGAIN)
 
     async def _call(self) -> Wire | None:
-        """A connection to the trainer; None where it has ended, though what it forked may hold its socket."""
+        """A connection to the trainer; None where the trainer has ended, though a fork of it may hold its socket."""
         wire = await connect(self._folder)
         if wire is None or await in_thread(wire.peer_lives):
             return wire
@@ -178,7 +178,7 @@ class Agent:
         return False
 
     async def _attach(self) -> bool:
-        """Become the agent of the folder, and see what is in it; False while there is none to see."""
+        """Become the agent of the folder and read its content; False while there is none."""
         self._unclaim()
         if self._opened:
             await self._engine.state.tiers[0].disconnect()
@@ -221,7 +221,7 @@ class Agent:
         return await in_thread(self._is_there)
 
     def _is_there(self) -> bool:
-        """Whether the folder is a RAM tier whose writer has said whose it is. Raises `Conflict` for another user's."""
+        """Whether the folder is a RAM tier whose writer has named its owner. Raises `Conflict` for another user's."""
         if not (self._folder / MARKER).is_file():
             return False
         try:
@@ -236,7 +236,7 @@ class Agent:
         self._claim, self._identity = -1, None
 
     async def _look_into_ram(self) -> None:
-        """Find out anew what RAM holds: a trainer that died may have told less than it had saved."""
+        """Scan RAM again: a trainer that died may have sent less than it had saved."""
         if not self._opened:
             return
         state, ram = self._engine.state, self._engine.state.tiers[0]
@@ -295,7 +295,7 @@ class Agent:
         raise _Unfit(str(refusal))
 
     async def _see(self, hello: messages.Hello) -> None:
-        """Attach to RAM anew if it is not what this agent sees."""
+        """Attach to RAM again if it is not the RAM that this agent reads."""
         state, ram = self._engine.state, self._engine.state.tiers[0].ram
         state.identity.made_up = state.identity.made_up or hello.made_up
         if ram is None or (ram.store.slab_key, ram.slab.capacity) != (hello.slab, hello.capacity):

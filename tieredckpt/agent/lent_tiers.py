@@ -21,7 +21,7 @@ __all__ = ["LentTiers"]
 
 
 class LentTiers:
-    """At the agent: what the trainer of one connection streams to. Lives on the engine's loop."""
+    """At the agent: tiers that the trainer of one connection streams to. Runs on the engine's loop."""
 
     def __init__(self, state: State, collector: Collector) -> None:
         self._state = state
@@ -42,7 +42,7 @@ class LentTiers:
         self._lent.add(tier.name)
 
     def give_back(self, name: str) -> None:
-        """Release the packs; what was written and not committed is collected, as after a crash."""
+        """Release the packs; those that were written and not committed are collected, as after a crash."""
         if name in self._lent:
             self._lent.remove(name)
             self._state.tier(name).packs.guard.release()

@@ -60,7 +60,7 @@ class AgentClient:
         self._asked: dict[int, _Asked] = {}
         self._number = 0
         self._absent: TieredCkptError | None = None
-        """Why there is no agent, once one should have been there."""
+        """The reason why there is no agent although there should be one."""
         self._changed = Notification()
         """Beats when an agent comes or goes."""
         self._starter = Supervisor(
@@ -71,7 +71,7 @@ class AgentClient:
         self._talk: asyncio.Task[None] | None = None
         self._opening: set[asyncio.Task[None]] = set()
         self.dead: tuple[Holder, ...] = ()
-        """Writers that the agent found to have died, when it was met first."""
+        """Dead writers that the agent found when it connected first."""
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class AgentClient:
             raise self._absent
 
     async def listen_anew(self) -> None:
-        """Register in RAM's folder again, which was made anew."""
+        """Register again in RAM's folder after it was made again."""
         await self._hang_up()
         await self._end_talk()
         await self._listen()

@@ -52,7 +52,7 @@ class Group:
 
     @property
     def patience(self) -> float:
-        """Seconds that a rank waits for what rank 0 decides."""
+        """Seconds that a rank waits for a decision of rank 0."""
         return self.deadline + limits.in_force.wait_longer
 
     @property

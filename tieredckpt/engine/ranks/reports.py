@@ -90,7 +90,7 @@ class Reports:
     # -- rank 0 ---------------------------------------------------------------------------------------
 
     def apply(self, rank: int, report: Damaged | Signalled | Wanted) -> None:
-        """Act on a report of a rank; what takes long runs in a task of its own."""
+        """Act on a report of a rank; long work runs in a task of its own."""
         match report:
             case Signalled():
                 _log.info("rank %d: signal %r is %s", rank, report.name, "raised" if report.on else "withdrawn")
@@ -114,7 +114,7 @@ class Reports:
             self._promoting.discard((step, tier.name))
 
     async def _repair(self, rank: int, report: Damaged) -> None:
-        """Repair what rank 0 finds damaged itself; of many reports of one damage, the first has it repaired."""
+        """Repair damage that rank 0 finds too; of many reports of one damage, the first starts the repair."""
         step, tier = StepId(report.serial, report.step), self._state.tier(report.tier)
         async with self._guards_repairing:
             if step not in tier.steps.held:

@@ -43,7 +43,7 @@ class SilentSource(TierUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A chunk that a tier should have had: which, where, and what happened instead."""
+    """A damaged or missing chunk of a tier: which, where, and the error."""
 
     tier: Tier
     digest: bytes
@@ -327,7 +327,7 @@ class StepSource:
         return None if array is None else array.chunks[ordinal].where
 
     def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
-        """Remember that a tier does not have a chunk that it should have; a silent tier is not damaged."""
+        """Record that a tier lacks a chunk that it should have; a silent tier is not damaged."""
         key = layout.array_key(key)
         level = _level(self.state, error)
         _log.log(level, "%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
@@ -342,7 +342,7 @@ class StepSource:
 
 
 async def whole_record(state: State, step: StepId) -> StepRecord | None:
-    """The record of a step with all that it has; None if its commit turns out unreadable wherever it was said to be.
+    """The complete record of a step; None if its commit is unreadable on every tier that should have it.
 
     Raises `TierUnavailable` when a tier that may have it does not answer.
     """

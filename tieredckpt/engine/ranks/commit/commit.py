@@ -251,7 +251,7 @@ class Commits:
     # -- every rank ---------------------------------------------------------------------------------------
 
     def execute(self, order: Promote) -> None:
-        """Begin to write what rank 0 ordered; an older order for the same step and tier is cancelled."""
+        """Begin the work that rank 0 requested; cancels an older request for the same step and tier."""
         step = StepId(order.serial, order.step)
         self._executing = {what: task for what, task in self._executing.items() if not task.done()}
         before = self._executing.get((step, order.tier))

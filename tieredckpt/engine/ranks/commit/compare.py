@@ -138,7 +138,7 @@ class Comparison:
     async def differing(
         self, attempt: str, votes: Mapping[int, Mapping[bytes, bytes]], deadline: float
     ) -> tuple[Difference, ...]:
-        """At rank 0: which ranks differ from the rest, and in what, given the digests that every rank voted with.
+        """At rank 0: which ranks differ from the rest, and where, from the digests that every rank voted with.
 
         Waits until ``deadline``, by the loop's clock. A rank that has not answered by then is left out, unless the
         configuration refuses such steps.

@@ -83,7 +83,7 @@ class Rendezvous:
         return met
 
     def _ask_who_waits(self) -> None:
-        """When all have asked, ask those with a new ask to confirm it."""
+        """When all ranks have asked, request a confirmation of those that asked again."""
         if len(self._asking) == len(self._group.others):
             asks = {rank: ask for rank, ask in self._asking.items() if self._called.get(rank) != ask}
             if asks:
