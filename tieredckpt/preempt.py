@@ -58,7 +58,7 @@ def preemption(
     name: str = "preempt",
     on: signal.Signals = signal.SIGTERM,
 ) -> Preemption:
-    """What to train in, as a context, so that a warning by signal finds the newest step durable.
+    """Context to train in, in which a warning by signal makes the newest step durable.
 
     Args:
         store: open; to be closed after this ends.

@@ -22,7 +22,7 @@ __all__ = ["Problem", "Settings", "did_you_mean", "dotted", "explain", "problems
 Place = tuple[int | str, ...]
 
 Problem = tuple[Place, str]
-"""Where it is, such as ``("tiers", "nvme", "retain", "n")``, and what is wrong and allowed there."""
+"""Place of a setting, such as ``("tiers", "nvme", "retain", "n")``, and what is wrong and allowed there."""
 
 _PLAIN = "tieredckpt"
 """The pydantic error type of problems that are in plain words already."""
@@ -82,7 +82,7 @@ class Settings(BaseModel):
 
     @classmethod
     def noun(cls) -> str:
-        """What these are settings of, for messages."""
+        """Name of the object that has these settings, for messages."""
         return cls.__name__
 
     @model_validator(mode="wrap")

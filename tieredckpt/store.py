@@ -135,7 +135,7 @@ class CheckpointStore:
         return self._life.open_engine.is_due(checked_step(step))
 
     def observed(self) -> Observed:
-        """What schedules see: the stall of a save, the lag of promotion, failures, and the ETTR so far."""
+        """Observations for schedules: the stall of a save, the lag of promotion, failures, and the ETTR so far."""
         return self._life.open_engine.state.observe()
 
     def signal(self, name: str, *, on: bool = True) -> None:
@@ -181,7 +181,7 @@ class CheckpointStore:
         return await self._save(current_streams(), step, tree, metrics, capture, overwrite, replicated)
 
     async def _save(self, streams: Mapping[Device, Stream], step: int, *call: Any) -> Checkpoint:
-        """As `save`; ``streams`` are those of the trainer's thread, which this may not run on."""
+        """Save as `save`; ``streams`` are those of the trainer's thread, which this may not run on."""
         step = checked_step(step)
         loop, engine = self._life.loop, self._life.open_engine
         return Checkpoint(step, engine, loop, *await engine.captures.save(loop, streams, step, *call))
@@ -254,7 +254,7 @@ class CheckpointStore:
         return await self._restore(current_streams(), step, keys, like, into, as_, cast, copy, resume, lossy)
 
     async def _restore(self, streams: Mapping[Device, Stream], step: Any, keys: Any, *how: Any) -> Restored | None:
-        """As `restore`; ``streams`` are those of the trainer's thread, which this may not run on."""
+        """Restore as `restore`; ``streams`` are those of the trainer's thread, which this may not run on."""
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
         loop, engine = self._life.loop, self._life.open_engine

@@ -95,7 +95,7 @@ class SyncStore:
         return self._store.due(step)
 
     def observed(self) -> Observed:
-        """What schedules see: the stall of a save, the lag of promotion, failures, and the ETTR so far."""
+        """Observations for schedules: the stall of a save, the lag of promotion, failures, and the ETTR so far."""
         return self._store.observed()
 
     def signal(self, name: str, *, on: bool = True) -> None:

@@ -21,7 +21,7 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread, outlast, whole
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import limits
-from tieredckpt.engine.agent import messages as said
+from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.deltas import VERSION, adopt_ram, settings_of
 from tieredckpt.engine.agent.process import claim
 from tieredckpt.engine.agent.wire import Parted, Wire, connect
@@ -137,7 +137,7 @@ class Agent:
             await asyncio.sleep(_LOOK_AGAIN)
 
     async def _call(self) -> Wire | None:
-        """A connection to the trainer; None where it has ended, though what it forked may hold its socket."""
+        """A connection to the trainer; None where the trainer has ended, though a fork of it may hold its socket."""
         wire = await connect(self._folder)
         if wire is None or await in_thread(wire.peer_lives):
             return wire
@@ -147,7 +147,7 @@ class Agent:
     async def _meet(self, wire: Wire) -> bool:
         """Serve a trainer; True when it closed in order and this agent ends with it."""
         self._wire = wire
-        goodbye = said.Goodbye(done=False)
+        goodbye = messages.Goodbye(done=False)
         try:
             goodbye = await self._serve(wire)
         except Parted as error:
@@ -178,7 +178,7 @@ class Agent:
         return False
 
     async def _attach(self) -> bool:
-        """Become the agent of the folder, and see what is in it; False while there is none to see."""
+        """Become the agent of the folder and read its content; False while there is none."""
         self._unclaim()
         if self._opened:
             await self._engine.state.tiers[0].disconnect()
@@ -221,7 +221,7 @@ class Agent:
         return await in_thread(self._is_there)
 
     def _is_there(self) -> bool:
-        """Whether the folder is a RAM tier whose writer has said whose it is. Raises `Conflict` for another user's."""
+        """Whether the folder is a RAM tier whose writer has named its owner. Raises `Conflict` for another user's."""
         if not (self._folder / MARKER).is_file():
             return False
         try:
@@ -236,7 +236,7 @@ class Agent:
         self._claim, self._identity = -1, None
 
     async def _look_into_ram(self) -> None:
-        """Find out anew what RAM holds: a trainer that died may have told less than it had saved."""
+        """Scan RAM again: a trainer that died may have sent less than it had saved."""
         if not self._opened:
             return
         state, ram = self._engine.state, self._engine.state.tiers[0]
@@ -260,11 +260,11 @@ class Agent:
 
     # -- trainers -----------------------------------------------------------------------------------------
 
-    async def _serve(self, wire: Wire) -> said.Goodbye:
+    async def _serve(self, wire: Wire) -> messages.Goodbye:
         """Receive from a trainer until it sends `Goodbye`. Raises `Parted` if it ends without."""
-        hello: said.FromTrainer = await wire.read(said.FromTrainer, _HELLO)
-        in_ram: said.FromTrainer = await wire.read(said.FromTrainer, _HELLO)
-        if not isinstance(hello, said.Hello) or not isinstance(in_ram, said.InRam):
+        hello: messages.FromTrainer = await wire.read(messages.FromTrainer, _HELLO)
+        in_ram: messages.FromTrainer = await wire.read(messages.FromTrainer, _HELLO)
+        if not isinstance(hello, messages.Hello) or not isinstance(in_ram, messages.InRam):
             raise Parted("it does not begin with its name and what it has")
         if (hello.version, hello.settings) != (VERSION, settings_of(self._config)):
             self._give_up(wire, hello)
@@ -274,7 +274,7 @@ class Agent:
             else:
                 await self._open(made_up=hello.made_up)
         except (Conflict, Invalid) as error:
-            wire.send(said.Refused(Failure.of(error)))
+            wire.send(messages.Refused(Failure.of(error)))
             await wire.close()
             raise
         adopt_ram(self._engine.state, in_ram)
@@ -282,7 +282,7 @@ class Agent:
         self._dead = ()
         return await Service(self._engine, wire).run(dead)
 
-    def _give_up(self, wire: Wire, hello: said.Hello) -> None:
+    def _give_up(self, wire: Wire, hello: messages.Hello) -> None:
         """Leave a trainer to an agent that fits it."""
         if self._life == "with trainer":
             raise _Outdated("the trainer has another configuration or version now, and starts an agent of its own")
@@ -291,11 +291,11 @@ class Agent:
             f"the agent, process {os.getpid()}, has another {differs} than the trainer; end it, or start it with "
             f"the trainer's"
         )
-        wire.send(said.Refused(Failure.of(refusal)))
+        wire.send(messages.Refused(Failure.of(refusal)))
         raise _Unfit(str(refusal))
 
-    async def _see(self, hello: said.Hello) -> None:
-        """Attach to RAM anew if it is not what this agent sees."""
+    async def _see(self, hello: messages.Hello) -> None:
+        """Attach to RAM again if it is not the RAM that this agent reads."""
         state, ram = self._engine.state, self._engine.state.tiers[0].ram
         state.identity.made_up = state.identity.made_up or hello.made_up
         if ram is None or (ram.store.slab_key, ram.slab.capacity) != (hello.slab, hello.capacity):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.agent import messages as said
+from tieredckpt.engine.agent import messages
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import make_room
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
@@ -21,19 +21,19 @@ __all__ = ["LentTiers"]
 
 
 class LentTiers:
-    """At the agent: what the trainer of one connection streams to. Lives on the engine's loop."""
+    """At the agent: tiers that the trainer of one connection streams to. Runs on the engine's loop."""
 
     def __init__(self, state: State, collector: Collector) -> None:
         self._state = state
         self._collector = collector
         self._lent: set[str] = set()
 
-    async def make_room(self, operation: said.MakeRoom) -> bool:
+    async def make_room(self, operation: messages.MakeRoom) -> bool:
         """Whether so many bytes fit, after evictions if needed."""
         tier = self._state.tier(operation.tier)
         return await make_room(self._state, self._collector, None, tier, operation.nbytes)
 
-    async def lend(self, operation: said.Lend) -> None:
+    async def lend(self, operation: messages.Lend) -> None:
         """Keep the tier's packs as they are until it is given back."""
         tier = self._state.tier(operation.tier)
         if tier.marker is None:
@@ -42,7 +42,7 @@ class LentTiers:
         self._lent.add(tier.name)
 
     def give_back(self, name: str) -> None:
-        """Release the packs; what was written and not committed is collected, as after a crash."""
+        """Release the packs; those that were written and not committed are collected, as after a crash."""
         if name in self._lent:
             self._lent.remove(name)
             self._state.tier(name).packs.guard.release()
@@ -51,7 +51,7 @@ class LentTiers:
         for name in tuple(self._lent):
             self.give_back(name)
 
-    async def find(self, operation: said.Find) -> list[tuple[bytes, str, int, int]]:
+    async def find(self, operation: messages.Find) -> list[tuple[bytes, str, int, int]]:
         """Locate intact copies of chunks on a lent tier."""
         tier = self._lent_one(operation.tier)
         await refer_to_intact(self._state, tier, None, operation.sizes)
@@ -59,7 +59,7 @@ class LentTiers:
         there = {digest: packs.index[digest] for digest, nbytes in operation.sizes.items() if packs.has(digest, nbytes)}
         return [(digest, extent.path, extent.offset, extent.length) for digest, extent in there.items()]
 
-    async def commit(self, operation: said.Commit) -> None:
+    async def commit(self, operation: messages.Commit) -> None:
         """Commit a step whose packs the trainer has written."""
         tier = self._lent_one(operation.tier)
         index = await in_thread(decode_step, operation.manifest, operation.btree, operation.key, pool=self._state.pool)

@@ -17,7 +17,7 @@ Ending = Literal["signal", "done", "nothing to do"]
 
 
 def run_agent(config: StoreConfig, events: Events, life: Life, ram: Path | None = None) -> Ending:
-    """Run until the agent ends, and say what ended it. Raises as `Agent.run`. For the main thread."""
+    """Run until the agent ends, and log the reason. Raises as `Agent.run`. For the main thread."""
     agent = Agent(config, events, life, ram)
     try:
         asyncio.run(_run(agent))

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from tieredckpt.agent.lent_tiers import LentTiers
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.agent import messages as said
+from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.deltas import TierDelta, adopt_ram, happened
 from tieredckpt.engine.agent.wire import Silent, Wire
 from tieredckpt.engine.engine import Engine
@@ -43,7 +43,7 @@ class Service:
         self._pinned: Counter[tuple[str, StepId]] = Counter()
         self._lent = LentTiers(self._state, engine.collector)
 
-    async def run(self, dead: tuple[Holder, ...]) -> said.Goodbye:
+    async def run(self, dead: tuple[Holder, ...]) -> messages.Goodbye:
         """Serve until the trainer sends `Goodbye`. Raises `Parted` if it ends without."""
         unsubscribe = self._engine.events.subscribe(self._forward)
         tasks = [
@@ -52,27 +52,27 @@ class Service:
         ]
         try:
             self._send_deltas()
-            self._wire.send(said.Ready(dead))
+            self._wire.send(messages.Ready(dead))
             while True:
                 try:
-                    message: said.FromTrainer = await self._wire.read(said.FromTrainer, _LOOK_AT_TRAINER)
+                    message: messages.FromTrainer = await self._wire.read(messages.FromTrainer, _LOOK_AT_TRAINER)
                 except Silent:
                     if await in_thread(self._wire.peer_lives):
                         continue
                     raise
                 match message:
-                    case said.InRam():
+                    case messages.InRam():
                         adopt_ram(self._state, message)
                         self._engine.prepare_memory()  # of a slab that has grown
-                    case said.Request():
+                    case messages.Request():
                         task = asyncio.create_task(self._answer(message), name=f"tieredckpt request {message.number}")
                         self._work[message.number] = task
-                    case said.Cancel():
+                    case messages.Cancel():
                         if (cancelled := self._work.get(message.number)) is not None:
                             cancelled.cancel()
-                    case said.Goodbye():
+                    case messages.Goodbye():
                         return message
-                    case said.Hello():
+                    case messages.Hello():
                         pass  # it was read before
         finally:
             unsubscribe()
@@ -105,11 +105,11 @@ class Service:
     async def _keep_alive(self) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT)
-            self._wire.send(said.Heartbeat())
+            self._wire.send(messages.Heartbeat())
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    async def _answer(self, request: said.Request) -> None:
+    async def _answer(self, request: messages.Request) -> None:
         failure, value = None, b""
         progress = _Progress(self._wire, request.number)
         try:
@@ -123,55 +123,55 @@ class Service:
             progress.send()
             self._work.pop(request.number, None)
         self._send_deltas()  # so that the caller finds it done
-        self._wire.send(said.Response(request.number, value, failure))
+        self._wire.send(messages.Response(request.number, value, failure))
 
-    async def _execute(self, operation: said.Operation, progress: Callable[[int], None]) -> object:
+    async def _execute(self, operation: messages.Operation, progress: Callable[[int], None]) -> object:
         engine, state, admin = self._engine, self._state, self._engine.admin
         match operation:
-            case said.Promote(number, tier):
+            case messages.Promote(number, tier):
                 return await admin.promote(number, tier)
-            case said.Evict(number, tier):
+            case messages.Evict(number, tier):
                 await admin.evict(number, tier)
-            case said.Delete(steps, force):
+            case messages.Delete(steps, force):
                 with self._state.being_deleted(steps):
                     await admin.delete_copies(steps, force=force)
-            case said.Collect():
+            case messages.Collect():
                 managed = {tier.name for tier in state.every_tier if state.manages(tier)}
                 return [each for each in await admin.collect() if each.tier in managed]
-            case said.Verify(number, serial, tier, repair):
+            case messages.Verify(number, serial, tier, repair):
                 return await admin.verify(number, serial, tier, repair=repair, progress=progress)
-            case said.Scrub(tier, repair, rate):
+            case messages.Scrub(tier, repair, rate):
                 return await admin.scrub(tier, repair=repair, rate=rate, progress=progress)
-            case said.Flush():
+            case messages.Flush():
                 await engine.flush()
-            case said.Reach(step, tier):
+            case messages.Reach(step, tier):
                 await engine.reached(step, tier)
-            case said.GiveWay(step, tier):
+            case messages.GiveWay(step, tier):
                 await engine.give_way(step, tier)
-            case said.Repair(step, damage, unreadable):
+            case messages.Repair(step, damage, unreadable):
                 found = [Damage(state.tier(bad.tier), bad.digest, bad.key, bad.failure.error()) for bad in damage]
                 await engine.background_repair.repair(
                     step, found, [(state.tier(tier), failure.error()) for tier, failure in unreadable]
                 )
-            case said.Pin(step, tier):
+            case messages.Pin(step, tier):
                 pinned = state.any_tier(tier)
                 pinned.steps.pins[step] = pinned.steps.pins.get(step, 0) + 1
                 self._pinned[tier, step] += 1
-            case said.Unpin(step, tier):
+            case messages.Unpin(step, tier):
                 if self._pinned[tier, step]:
                     self._pinned[tier, step] -= 1
                     _unpin(state.any_tier(tier), step)
-            case said.MakeRoom():
+            case messages.MakeRoom():
                 return await self._lent.make_room(operation)
-            case said.Lend():
+            case messages.Lend():
                 await self._lent.lend(operation)
-            case said.Find():
+            case messages.Find():
                 return await self._lent.find(operation)
-            case said.Commit(tier):
+            case messages.Commit(tier):
                 await self._lent.commit(operation)
                 self._lent.give_back(tier)
                 await engine.collector.after_commit(state.tier(tier))
-            case said.GiveBack(tier):
+            case messages.GiveBack(tier):
                 self._lent.give_back(tier)
         return None
 
@@ -205,5 +205,5 @@ class _Progress:
             self._due.cancel()
             self._due = None
         if self._nbytes:
-            self._wire.send(said.Progress(self._number, self._nbytes))
+            self._wire.send(messages.Progress(self._number, self._nbytes))
             self._nbytes = 0

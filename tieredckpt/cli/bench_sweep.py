@@ -57,7 +57,7 @@ def bench_sweep(
 
 
 def _up_to(most: int, sizes: Sequence[int]) -> list[int]:
-    """Those of ``sizes`` below ``most``, and that."""
+    """The ``sizes`` below ``most``, and ``most`` itself."""
     return [*(size for size in sizes if size < most), most]
 
 

@@ -189,7 +189,7 @@ class _Training:
         self._complaints = complaints
 
     def next(self) -> dict[str, Any]:
-        """What it tells next; an error that ends the demo when it ended, or cannot write to the disk."""
+        """The next report of the demo; an error that ends the demo when it ended, or cannot write to the disk."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

@@ -214,7 +214,7 @@ class TierConfig(Settings):
 
     @property
     def location_with_secrets(self) -> str | None:
-        """To be digested, and neither shown nor stored."""
+        """Location with secrets, for a digest; it is neither shown nor stored."""
         return self.location
 
     def located(self, identity: str | None) -> Self:

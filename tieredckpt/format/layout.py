@@ -69,7 +69,7 @@ DERIVED = "derived/"
 STEPS = "steps/"
 PACKS = "packs/"
 CATALOGS = "catalogs/"
-"""What is known of packs and steps, so that they need not all be read; believed where it agrees with the listing."""
+"""Folder of catalogs: packs and steps that need not be read; a catalog counts where it agrees with the listing."""
 
 LEASES = "leases/"
 RANKS = "ranks/"

@@ -20,7 +20,7 @@ class Difference(msgspec.Struct, frozen=True):
     key: str
     """Of the first such array by name."""
     ranks: tuple[int, ...]
-    """Those in the minority; all that have the array where no value is that of more than half of them."""
+    """Ranks in the minority; all ranks with the array where no value has a majority."""
     holders: int
     """How many ranks have the array."""
     more: int = 0

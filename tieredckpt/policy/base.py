@@ -154,7 +154,7 @@ P = TypeVar("P", bound=Policy)
 
 
 _offered: dict[str, type[Policy]] = {}
-"""What `register` was given, by the name that its entry point would have."""
+"""Policies that `register` was given, by the name that their entry point would have."""
 
 
 def register(policy: type[P]) -> type[P]:

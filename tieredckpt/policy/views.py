@@ -135,7 +135,7 @@ class StoreView:
     tiers: tuple[TierView, ...]
     """Nearest first."""
     signals: frozenset[str] = frozenset()
-    """What the trainer has raised with ``store.signal`` and not withdrawn, such as ``"preempt"``."""
+    """Signals that the trainer has raised with ``store.signal`` and not withdrawn, such as ``"preempt"``."""
 
     def on(self, tier: str) -> tuple[StepView, ...]:
         """The steps that the tier of this name holds, off-branch ones included, ascending by serial."""
@@ -163,7 +163,7 @@ class StoreView:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the trainer's process has seen of its own saves, and of the trainers before it; for schedules."""
+    """Observations of the trainer's process about its own saves, and about the trainers before it; for schedules."""
 
     started_at: float
     """When the store was opened, in seconds since the epoch."""
@@ -175,7 +175,7 @@ class Observed:
     save_count: int = 0
     """Saves of this process."""
     stall_seconds: float | None = None
-    """What a save takes from the trainer, a recent mean; None before the first save."""
+    """Time that a save takes from the trainer, a recent mean; None before the first save."""
     step_seconds: float | None = None
     """Time of one training step without saves, a recent mean; None before two steps were seen."""
     promotion_seconds: float | None = None
@@ -185,9 +185,9 @@ class Observed:
     trained_seconds: float = 0.0
     """How long this store's trainers have run, this one included."""
     stalled_seconds: float = 0.0
-    """What saves took from them, together."""
+    """Training time that saves of earlier trainers took."""
     lost_seconds: float = 0.0
-    """What those that died had trained since their last save, as far as is known."""
+    """Training since the last save of each trainer that died, as far as is known."""
 
     @property
     def ettr(self) -> float | None:

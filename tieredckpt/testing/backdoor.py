@@ -1,4 +1,4 @@
-"""What a test needs beside a blob store: its back door, all its verbs, and memory of known content."""
+"""Helpers for tests of blob stores: a back door, a store with all verbs, and memory of known content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every blob store promises, as tests: subclass `BlobStoreTests` to hold a store of your own to them.
+"""Conformance suite of blob stores: subclass `BlobStoreTests` to test a store of your own.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What every communicator promises, as tests: subclass `CommunicatorTests` to hold one of your own to them.
+"""Conformance suite of communicators: subclass `CommunicatorTests` to test one of your own.
 
 ::
 

@@ -142,7 +142,7 @@ class FakeStream:
         return len(self._queue)
 
     def next(self) -> Callable[[], None] | None:
-        """What it does next, taken from the queue; None if it waits."""
+        """The next action from the queue; None if the device waits."""
         while self._queue and isinstance(first := self._queue[0], FakeEvent):
             if not first.came:
                 return None

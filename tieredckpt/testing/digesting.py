@@ -1,4 +1,4 @@
-"""What stores promise that digest what they read (`tieredckpt.blobs.base.GetDigested`), as tests."""
+"""Conformance suite of stores that digest what they read (`tieredckpt.blobs.base.GetDigested`)."""
 
 from __future__ import annotations
 

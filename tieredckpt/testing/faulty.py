@@ -292,7 +292,7 @@ class Faulty(Forward):
             raise ShortRead(f"{key} ended after {keep} of {len(into)} bytes, by script")
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
-        """To the script, this is `get_into` of all from the first stretch to the last."""
+        """Counts in the script as one `get_into` from the first stretch to the last."""
         effects = self._due(Operation("get_into", key, span(stretches)), "data")
         if self.traits.digested_reads and not effects:
             return await super().get_digested(key, stretches)

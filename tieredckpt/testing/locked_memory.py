@@ -12,7 +12,7 @@ __all__ = ["LockedMemory"]
 
 
 class LockedMemory:
-    """What a driver has locked; ``lockable`` is how many bytes it locks in all, None for any."""
+    """Memory that a driver has locked; ``lockable`` is how many bytes it locks in all, None for any."""
 
     def __init__(self, lockable: int | None) -> None:
         self.registered: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What every policy promises, as tests: subclass `PolicyTests` to hold a policy of your own to them.
+"""Conformance suite of policies: subclass `PolicyTests` to test a policy of your own.
 
 ::
 
@@ -91,7 +91,7 @@ def store_views(draw: st.DrawFn) -> StoreView:
 
 @st.composite
 def observations(draw: st.DrawFn) -> Observed:
-    """What a trainer's process may have seen, before its first save and after."""
+    """Observations that a trainer's process may have made, before its first save and after."""
     started_at = 1.8e9 - draw(st.floats(0, 1e6))
     saves = draw(st.integers(0, 1000))
     return Observed(

@@ -108,7 +108,7 @@ def as_template(key: str, value: object) -> ArrayLeaf | Pieces | None:
 
 
 def looks(kind: Kind, values: Sequence[object]) -> Iterator[object]:
-    """What `as_array_leaf` sees of each of these NumPy arrays or torch tensors: equal for arrays of equal leaves."""
+    """The properties that `as_array_leaf` reads of NumPy arrays or torch tensors: equal for arrays of equal leaves."""
     if kind == "torch":
         from tieredckpt.tree import torch_leaves
 
@@ -225,7 +225,7 @@ def writable_view(key: str, value: object) -> npt.NDArray[Any]:
 
 
 def writable_part(leaf: ArrayLeaf) -> npt.NDArray[Any]:
-    """As `writable_view`, of the memory of a leaf, which may be a piece of what the tree holds."""
+    """A `writable_view` of a leaf's memory, which may be a piece of what the tree holds."""
     view = writable_view(leaf.array, leaf.source)
     part = view if leaf.part is None else view[leaf.part]
     if not part.flags.c_contiguous:
@@ -234,7 +234,7 @@ def writable_part(leaf: ArrayLeaf) -> npt.NDArray[Any]:
 
 
 def writable_arrays(leaves: Sequence[ArrayLeaf]) -> dict[str, npt.NDArray[Any]] | None:
-    """What `writable_part` gives of all leaves, by key, where each is a NumPy array that can be filled as it is."""
+    """The `writable_part` of all leaves, by key, where each is a NumPy array that can be filled as it is."""
     sources: list[Any] = [leaf.source for leaf in leaves]
     plain = {*map(type, sources)} <= {np.ndarray} and all(map(_FILLABLE, sources))
     if not plain or any(leaf.part is not None for leaf in leaves):
@@ -310,7 +310,7 @@ def _made_as(node: ArrayNode, kind: MadeAs) -> Kind:
 
 
 def restored_pieces(pieces: Pieces, arrays: Mapping[str, Filled]) -> object:
-    """What ``pieces`` are an example of, with the values of ``arrays`` by storage key; see `restored`."""
+    """The arrays that ``pieces`` are an example of, with the values of ``arrays`` by storage key; see `restored`."""
     value = pieces.source
     if _family(value) == "torch":
         from tieredckpt.tree import torch_leaves
@@ -343,7 +343,7 @@ def _family(value: object) -> _Family | None:
 
 @lru_cache(maxsize=1024)
 def _family_of_class(cls: type) -> _Family | None:
-    """Whose array an instance of ``cls`` is. A class of torch or jax exists only where that is loaded."""
+    """The library of arrays of class ``cls``. A class of torch or jax exists only where that is loaded."""
     if cls is np.ndarray or cls is np.memmap:
         return "numpy"
     if issubclass(cls, np.ndarray):

@@ -1,4 +1,4 @@
-"""What a saved value becomes where ``like`` has another dtype, or an array for a scalar or a scalar for an array."""
+"""Casts of saved values to another dtype of ``like``, between arrays without dimensions and scalars too."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _nearest(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def _same_class(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Where both are finite, both infinite, or both no number."""
+    """Whether both are finite, both infinite, or both no number."""
     same: npt.NDArray[np.bool_] = np.isfinite(before) == np.isfinite(after)
     same &= np.isnan(before) == np.isnan(after)
     return same

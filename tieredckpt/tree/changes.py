@@ -1,4 +1,4 @@
-"""What tells that an array has changed since it was looked at, and what keeps it, or announces that it will."""
+"""Detects whether an array has changed since it was seen, and keeps references to arrays until they change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def before_each_step(leaves: Iterable[ArrayLeaf], call: Callable[[], None]) -> C
 
 
 def stamp(leaf: ArrayLeaf) -> object:
-    """Where the bytes of a mutable array lie, and what is known of their version; None where that cannot be told.
+    """Address and version of a mutable array; None where they cannot be told.
 
     Another stamp means that the array may have changed, or is another one in memory that was freed and taken again. The
     same one proves nothing: NumPy counts no versions, and torch counts no writes through ``.data`` or through memory

@@ -113,7 +113,7 @@ def make_container(path: str, node: ContainerNode, opened: Opened, children: Seq
 
 
 def node_name(node: Node) -> str:
-    """What a node is called in the format, for people."""
+    """Name of a node in the format, for people."""
     return str(node.of if isinstance(node, TypedNode | ObjectNode) else type(node).__struct_config__.tag)
 
 

@@ -37,9 +37,9 @@ class DeviceTarget:
 
     @property
     def span(self) -> tuple[str, int, int]:
-        """Where it lies: on which device, and between which addresses there."""
+        """The device, and the first and last address there."""
         return self.device.name, *self.device.span(self.array)
 
 
 Filled = npt.NDArray[Any] | DeviceTarget
-"""What an array of a step was read into."""
+"""Memory that an array of a step was read into."""

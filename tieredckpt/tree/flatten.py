@@ -50,7 +50,7 @@ _NAMED_IN_ERRORS = (*CONTAINERS, ObjectNode)
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """What this rank and others have alike, in pieces that they divide among them."""
+    """Leaves that several ranks have alike, in pieces that they divide among them."""
 
     ranks: tuple[int, ...]
     here: tuple[str, ...]
@@ -68,9 +68,9 @@ class Flat:
     in_pieces: bool = False
     """Whether some array is given in pieces."""
     replicated: tuple[Replicated, ...] = ()
-    """What this rank stores a share of."""
+    """Leaves of which this rank stores a share."""
     form: object = None
-    """What trees that differ in values alone have in common; None where that is not known."""
+    """Form that trees have in common which differ in values alone; None where it is not known."""
     ready: Mapping[Device, Event] = field(default_factory=dict)
     """Of each device that has some of the arrays: when they are what is to be saved."""
 
@@ -127,7 +127,7 @@ def skeleton(
     as_array: Callable[[str, object], ArrayLeaf | Pieces | None],
     as_object: Callable[[str, object], Node | None] = object_node,
 ) -> Skeleton:
-    """As `flatten`, with ``as_array`` to tell what an array is, and ``as_object`` what a small object."""
+    """Flatten with ``as_array`` to decide what an array is, and ``as_object`` what a small object."""
     arrays: list[ArrayLeaf | Pieces] = []
     containers: list[Opened] = []
     objects: dict[str, object] = {}

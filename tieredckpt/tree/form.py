@@ -58,7 +58,7 @@ class Flattener:
         self._last: _Form | None = None
 
     def flatten(self, tree: object) -> Flat:
-        """As `tieredckpt.tree.flatten`. Trees of one ``Flat.form`` differ in values alone."""
+        """Flatten as `tieredckpt.tree.flatten`. Trees of one ``Flat.form`` differ in values alone."""
         last = self._last
         if last is not None and (flat := last.flatten(tree)) is not None:
             return flat
@@ -89,7 +89,7 @@ class Refill:
     scalars: tuple[ArrayNode, ...] = ()
 
     def build(self, arrays: Mapping[str, Filled]) -> object:
-        """As `Match.build`, from arrays that were given: the memory of the tree's own."""
+        """Build the tree, as `Match.build`, from arrays that were given: the memory of the tree's own."""
         return self._form.rebuilt(self._values, [restored(leaf, arrays[leaf.key]) for leaf in self.leaves])
 
 
@@ -106,7 +106,7 @@ class _Level:
     """Without children."""
     names: list[str | int]
     by_key: bool
-    """It is a dict, whose keys are the names."""
+    """Whether it is a dict, whose keys are the names."""
 
     def children(self, value: Any) -> Collection[object] | None:
         """The children of ``value``; None if it is another container."""
@@ -207,7 +207,7 @@ class _Form:
         self._columns = {kind: _Column(kind, which, arrays) for kind, which in numbers.items()}
 
     def flatten(self, tree: object) -> Flat | None:
-        """As `Flattener.flatten`; None for a tree of another form."""
+        """Flatten as `Flattener.flatten`; None for a tree of another form."""
         found = self._opened(tree)
         if found is None:
             return None

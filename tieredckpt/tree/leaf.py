@@ -1,4 +1,4 @@
-"""What is known of an array in a tree before its bytes are touched."""
+"""Leaves: what is known of an array in a tree before its bytes are read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _name_of = lru_cache(maxsize=256)(dtype_name)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a piece lies in the array that it is a box of."""
+    """Place of a piece in the array that it is a box of."""
 
     key: str
     """Of the array."""
@@ -41,7 +41,7 @@ class Place:
     """Of the array."""
     offset: tuple[int, ...]
     cut: tuple[int, ...] | None = None
-    """What every piece of the array begins at multiples of, such as the shape of a shard, where that is known."""
+    """Multiples at which every piece of the array begins, such as the shape of a shard, where they are known."""
     cell: tuple[int, ...] | None = None
     """Of the grid, where that is decided already."""
     replicas: tuple[int, ...] = ()
@@ -54,14 +54,14 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     key: str
     """Under which it is stored: of a whole array the path of the leaf, see `storage_key`."""
     source: object
-    """What the tree holds; for a typed PRNG key that is saved, its data."""
+    """Object in the tree; for a typed PRNG key that is saved, its data."""
     kind: Kind
     shape: tuple[int, ...]
-    """As stored: that of a typed PRNG key is the shape of its data."""
+    """Stored shape; of a typed PRNG key it is the shape of its data."""
     dtype: np.dtype[Any]
-    """As stored."""
+    """Stored dtype."""
     immutable: bool
-    """Nobody can write to the bytes, so they may be captured by reference."""
+    """Whether no code can write to the bytes, so that they may be captured by reference."""
     prng: str | None
     """Implementation of a typed PRNG key, such as ``threefry2x32``."""
     place: Place | None = None
@@ -76,7 +76,7 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def box(self) -> Box:
-        """What it is of the array."""
+        """The box of the array that this leaf is."""
         return Box((0,) * len(self.shape) if self.place is None else self.place.offset, self.shape)
 
 
@@ -88,7 +88,7 @@ class ArraySpec:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     kind: Kind
-    """What it was in the tree that was saved."""
+    """Kind of the array in the saved tree."""
     prng: str | None = None
     """Implementation of a typed PRNG key, such as ``threefry2x32``; dtype and shape are those of its data."""
 
@@ -100,7 +100,7 @@ class Pieces:
     node: ArrayNode
     """The array as the structure of the tree names it."""
     source: object
-    """What the tree holds."""
+    """Object in the tree."""
     leaves: tuple[ArrayLeaf, ...]
     """The boxes that hold something."""
 
@@ -128,7 +128,7 @@ def array_node(leaf: ArrayLeaf) -> ArrayNode:
 
 
 def array_spec(node: ArrayNode) -> ArraySpec:
-    """What a step has for ``node``, for people and programs."""
+    """Description of the array of ``node`` in a step, for people and programs."""
     return ArraySpec(node.key, dtype_from_name(node.dtype), node.shape, node.kind, node.prng)
 
 

@@ -37,7 +37,7 @@ from tieredckpt.tree.codec import Codec
 __all__ = ["ENUM", "Plain", "enums_in", "from_plain", "json_of", "object_node", "restored_object", "to_plain"]
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
-"""What JSON has a form of its own for."""
+"""Values for which JSON has a form of its own."""
 
 ENUM: Final = "enum"
 """The name of the members of all enums."""
@@ -94,7 +94,7 @@ def to_plain(key: str, value: object, depth: int = _DEPTH) -> Plain:
 
 
 def from_plain(key: str, plain: object, classes: Sequence[type[Enum]] = (), depth: int = MAX_PLAIN_DEPTH) -> Any:
-    """What `to_plain` made JSON of; members of enums are those of ``classes``, or their values where there are none.
+    """Decode what `to_plain` encoded; members of enums are those of ``classes``, or their values where there are none.
 
     Raises as `restored_object`.
     """

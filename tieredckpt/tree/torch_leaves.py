@@ -112,14 +112,14 @@ def _template(key: str, value: object) -> ArrayLeaf:
 
 
 def look(tensor: Any) -> object:
-    """As of `tieredckpt.tree.arrays.looks`, of a tensor."""
+    """See `tieredckpt.tree.arrays.looks`; for a tensor."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
     stored = plain and (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0)
     return (tensor.dtype, tensor.shape) if stored else None  # a nested one has no shape
 
 
 def stamp(leaf: ArrayLeaf) -> object:
-    """As of `tieredckpt.tree.changes.stamp`."""
+    """See `tieredckpt.tree.changes.stamp`."""
     tensor, now = _tensor(leaf), version(leaf)
     form = tensor.dtype, tensor.device, tensor.shape, tensor.stride()
     # The reference keeps the address of the storage from being taken by another one.
@@ -127,7 +127,7 @@ def stamp(leaf: ArrayLeaf) -> object:
 
 
 def device_view(leaf: ArrayLeaf) -> tuple[Device, torch.Tensor] | None:
-    """As of `tieredckpt.tree.arrays.device_view`: of a CUDA tensor."""
+    """See `tieredckpt.tree.arrays.device_view`; for a CUDA tensor."""
     tensor = _tensor(leaf)
     if not tensor.is_cuda:
         return None
@@ -138,7 +138,7 @@ def device_view(leaf: ArrayLeaf) -> tuple[Device, torch.Tensor] | None:
 
 
 def held(leaf: ArrayLeaf) -> ArrayLeaf:
-    """As of `tieredckpt.tree.changes.held`: a tensor over the same memory, with the same version counter."""
+    """See `tieredckpt.tree.changes.held`: a tensor over the same memory, with the same version counter."""
     return replace(leaf, source=_tensor(leaf).detach())
 
 
@@ -196,7 +196,7 @@ def _gathered(leaves: Sequence[ArrayLeaf]) -> list[bytes]:
 
 
 def writable_view(key: str, value: object) -> npt.NDArray[Any]:
-    """As `tieredckpt.tree.arrays.writable_view`, for a tensor."""
+    """See `tieredckpt.tree.arrays.writable_view`; for a tensor."""
     leaf = _array_leaf(key, value)
     tensor = _tensor(leaf)
     if tensor.device.type != "cpu":

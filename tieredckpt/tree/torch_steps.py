@@ -1,4 +1,4 @@
-"""What is called before the step of any torch optimizer. Imports torch; imported only for a tree of tensors."""
+"""Hooks that run before a step of any torch optimizer. Imports torch; imported only for a tree of tensors."""
 
 from __future__ import annotations
 

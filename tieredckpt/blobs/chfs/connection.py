@@ -49,7 +49,7 @@ class Connection:
         """Seconds in which a worker has to connect."""
         self.closed = False
         self.link: Link | None = None
-        """To the current worker."""
+        """Link to the current worker."""
         self._starting: asyncio.Task[Link] | None = None
         self._ring: ring.Ring | None = None
         """Set when it first connects; from then on the store lies there, or has to be opened anew."""

@@ -80,7 +80,7 @@ class Create(_Frame, frozen=True):
 
 
 class Open(_Frame, frozen=True):
-    """What is known to be an object, to read from, open as the file of that number."""
+    """An object to read from, as an open file of that number."""
 
     file: int
     path: str

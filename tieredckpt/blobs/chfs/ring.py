@@ -60,7 +60,7 @@ class Ring:
     new: bool = False
     """Whether nothing was ever written with so many servers, so that more may be about to join."""
     without: str = ""
-    """What was written to other numbers of servers, for people."""
+    """Description, for people, of objects written with other numbers of servers."""
 
 
 async def check(link: Link, root: str, where: str, expected: int | None, *, writes: bool = True) -> Ring:

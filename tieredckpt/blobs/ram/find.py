@@ -33,7 +33,7 @@ class FoundRam(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     marker: StoreMarker
     rank: int | None
-    """Whose part of the steps it has, of several ranks."""
+    """Rank whose parts of steps it has; None where it has whole steps."""
     owner: Owner | None
     """None of a version before."""
     steps: tuple[tuple[int, int], ...]
@@ -68,7 +68,7 @@ def find_ram(root: Path) -> list[FoundRam]:
 
 
 def judged(found: FoundRam) -> FoundRam:
-    """With what is at the noted locations now. Blocking, for as long as their file systems take.
+    """Find out what is at the noted locations now. Blocks as long as their file systems take.
 
     A location that cannot be looked at counts as still there if it is a URL, and as gone if its path is.
     """

@@ -40,7 +40,7 @@ RANK_FOLDER = "rank-"
 LOCK = "lock"
 
 _MOVING = ".moving"
-"""What the name of the link ends with that leads, while a folder is moved to a store's, from there to where it was."""
+"""Suffix of the link from the new to the former name of a folder that is being moved to a store's."""
 
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 

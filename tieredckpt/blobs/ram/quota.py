@@ -79,7 +79,7 @@ def _top(folder: Path) -> Path:
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """Those that this user's RAM tiers may have, where that store and others have them."""
+    """Folders that this user's RAM tiers may have, for that store and others."""
     for root in {top.parent, shared_memory_root()}:
         for other in root.iterdir() if root.is_dir() else ():
             if other.is_dir() and not other.is_symlink():

@@ -73,7 +73,7 @@ class Slab:
         self._fd = fd
         self.array = private_memory(capacity) if fd is None else _mapped(fd, capacity, writable=writable)
         self.region = None if fd is None else regions.register(self.array.ctypes.data, capacity, fd, writable=writable)
-        """What lets another process map the slab too."""
+        """Registration that lets another process map the slab too."""
         self._unclosed: weakref.finalize[..., Slab] | None = None
         if fd is not None:
             self._unclosed = weakref.finalize(self, _close_abandoned, self.region, fd, capacity)

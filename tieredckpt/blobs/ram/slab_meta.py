@@ -50,7 +50,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """Record of a folder's slab."""
 
     slab: str
-    """Its key."""
+    """Key of the slab."""
     capacity: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1, multiple_of=ALIGNMENT)]
     boot_id: str
     expected: int = 0

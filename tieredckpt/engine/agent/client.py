@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from tieredckpt.concurrency import in_thread, outlast, told_to_end
 from tieredckpt.engine import limits
-from tieredckpt.engine.agent import messages as said
+from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.deltas import VERSION, RamDelta, adopt_tier, event_of, settings_of
 from tieredckpt.engine.agent.supervisor import Supervisor
 from tieredckpt.engine.agent.wire import Parted, Silent, Wire, accept, listen
@@ -60,7 +60,7 @@ class AgentClient:
         self._asked: dict[int, _Asked] = {}
         self._number = 0
         self._absent: TieredCkptError | None = None
-        """Why there is no agent, once one should have been there."""
+        """The reason why there is no agent although there should be one."""
         self._changed = Notification()
         """Beats when an agent comes or goes."""
         self._starter = Supervisor(
@@ -71,7 +71,7 @@ class AgentClient:
         self._talk: asyncio.Task[None] | None = None
         self._opening: set[asyncio.Task[None]] = set()
         self.dead: tuple[Holder, ...] = ()
-        """Writers that the agent found to have died, when it was met first."""
+        """Dead writers that the agent found when it connected first."""
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class AgentClient:
             raise self._absent
 
     async def listen_anew(self) -> None:
-        """Register in RAM's folder again, which was made anew."""
+        """Register again in RAM's folder after it was made again."""
         await self._hang_up()
         await self._end_talk()
         await self._listen()
@@ -117,7 +117,7 @@ class AgentClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._wire is not None and self._talk is not None:
             self._send_delta()
-            self._wire.send(said.Goodbye(done))
+            self._wire.send(messages.Goodbye(done))
             await asyncio.wait([self._talk], timeout=limits.in_force.agent_ends)
             if done:
                 await self._starter.ended(limits.in_force.agent_ends)
@@ -185,7 +185,7 @@ class AgentClient:
             if state.identity.marker is None or ram is None:
                 return
             wire.send(
-                said.Hello(
+                messages.Hello(
                     VERSION,
                     settings_of(state.config),
                     state.identity.marker.store,
@@ -197,7 +197,7 @@ class AgentClient:
             self._delta = RamDelta(state)
             wire.send(self._delta.take())
             while True:
-                self._apply(await wire.read(said.FromAgent, limits.in_force.agent_silence), wire)
+                self._apply(await wire.read(messages.FromAgent, limits.in_force.agent_silence), wire)
         except Silent as error:
             self._tell_absence(TierUnavailable(f"the agent, process {wire.peer}, does not answer: {error}"))
         except Parted as error:
@@ -216,12 +216,12 @@ class AgentClient:
             self._changed.notify()
             await wire.close()
 
-    def _apply(self, message: said.FromAgent, wire: Wire) -> None:
+    def _apply(self, message: messages.FromAgent, wire: Wire) -> None:
         state = self._state
         match message:
-            case said.OnTier():
+            case messages.OnTier():
                 self._adopt(message)
-            case said.Happened():
+            case messages.Happened():
                 event = event_of(message)
                 if isinstance(event, StepPromoted) and event.lag:
                     step = StepId(event.serial, event.step)
@@ -230,7 +230,7 @@ class AgentClient:
                         state.observation.promotions_ended += 1
                 state.events.emit(event)
                 state.changed.notify()
-            case said.Ready():
+            case messages.Ready():
                 recovered = [tier for tier in self._slower() if self._absent is not None and tier.health.error is None]
                 self._wire, self._absent, self._starter.refused = wire, None, None
                 self.dead = self.dead or message.dead
@@ -238,22 +238,22 @@ class AgentClient:
                     state.events.emit(TierRecovered(tier.name))
                 self._changed.notify()
                 state.changed.notify()
-            case said.Refused():
+            case messages.Refused():
                 self._starter.refused = message.failure.error()
                 self._tell_absence(self._starter.refused)
-            case said.Response():
+            case messages.Response():
                 if (asked := self._asked.get(message.number)) is not None and not asked.answer.done():
                     if message.failure is not None:
                         asked.answer.set_exception(message.failure.error())
                     else:
                         asked.answer.set_result(message.value)
-            case said.Progress():
+            case messages.Progress():
                 if (asked := self._asked.get(message.number)) is not None and asked.progress is not None:
                     asked.progress(message.nbytes)
-            case said.Heartbeat():
+            case messages.Heartbeat():
                 pass
 
-    def _adopt(self, delta: said.OnTier) -> None:
+    def _adopt(self, delta: messages.OnTier) -> None:
         state = self._state
         try:
             state.any_tier(delta.tier)
@@ -306,7 +306,7 @@ class AgentClient:
 
     async def ask(
         self,
-        operation: said.Operation,
+        operation: messages.Operation,
         kind: type[M] | object = None,
         *,
         progress: Callable[[int], None] | None = None,
@@ -330,35 +330,35 @@ class AgentClient:
             answer: M = decode(data, kind)
             return answer
 
-    async def _ask(self, wire: Wire, operation: said.Operation, progress: Callable[[int], None] | None) -> bytes:
+    async def _ask(self, wire: Wire, operation: messages.Operation, progress: Callable[[int], None] | None) -> bytes:
         self._send_delta()  # the request may be about a step that was saved just now
         self._number += 1
         number = self._number
         asked = self._asked[number] = _Asked(asyncio.get_running_loop().create_future(), progress)
-        wire.send(said.Request(number, operation))
+        wire.send(messages.Request(number, operation))
         try:
             return await asked.answer
         except asyncio.CancelledError:
-            wire.send(said.Cancel(number))
+            wire.send(messages.Cancel(number))
             raise
         finally:
             del self._asked[number]
 
     async def flush(self) -> None:
         """Return when every slower tier has what is due on it. Raises the error of one that fails."""
-        await self.ask(said.Flush())
+        await self.ask(messages.Flush())
 
     async def reached(self, step: StepId, tier: str) -> None:
         """See `tieredckpt.engine.promoting.waiting.reached`."""
-        await self.ask(said.Reach(step, tier))
+        await self.ask(messages.Reach(step, tier))
 
     async def repair(
         self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]
     ) -> None:
         """Ask the agent to repair damage on slower tiers."""
-        bad = [said.BadChunk(each.tier.name, each.digest, each.key, Failure.of(each.error)) for each in damage]
+        bad = [messages.BadChunk(each.tier.name, each.digest, each.key, Failure.of(each.error)) for each in damage]
         silent = [(tier.name, Failure.of(error)) for tier, error in unreadable]
-        await self.ask(said.Repair(step, tuple(bad), tuple(silent)))
+        await self.ask(messages.Repair(step, tuple(bad), tuple(silent)))
 
     @asynccontextmanager
     async def _pinned(self, tier: Tier, step: StepId) -> AsyncIterator[None]:
@@ -368,10 +368,10 @@ class AgentClient:
             yield
             return
         with suppress(TierUnavailable):
-            await self.ask(said.Pin(step, tier.name), again=False)
+            await self.ask(messages.Pin(step, tier.name), again=False)
         try:
             yield
         finally:
             if wire is self._wire:
                 self._number += 1
-                wire.send(said.Request(self._number, said.Unpin(step, tier.name)))
+                wire.send(messages.Request(self._number, messages.Unpin(step, tier.name)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from tieredckpt.engine.admin import Admin
-from tieredckpt.engine.agent import messages as said
+from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.client import AgentClient
 from tieredckpt.engine.keeping.collector import Collected, Collector
 from tieredckpt.engine.keeping.safety import check_unread
@@ -34,27 +34,27 @@ class AgentAdmin(Admin):
         """See `Admin.promote`."""
         if self._is_ours(name):
             return await super().promote(number, name)
-        return await self._link.ask(said.Promote(number, name), int)
+        return await self._link.ask(messages.Promote(number, name), int)
 
     async def evict(self, number: int, name: str) -> None:
         """See `Admin.evict`."""
         if self._is_ours(name):
             await super().evict(number, name)
         else:
-            await self._link.ask(said.Evict(number, name), again=False)
+            await self._link.ask(messages.Evict(number, name), again=False)
 
     async def delete_copies(self, steps: Collection[StepId], *, force: bool) -> None:
         """See `Admin.delete_copies`; the agent is first, for it would promote again what RAM still has."""
         for tier in filter(self._state.manages, self._state.tiers):
             check_unread(steps, tier)
         with suppress(*([TierUnavailable] if force else [])):  # then there is no agent, which could promote them again
-            await self._link.ask(said.Delete(tuple(steps), force))
+            await self._link.ask(messages.Delete(tuple(steps), force))
         await super().delete_copies(steps, force=force)
 
     async def collect(self) -> list[Collected]:
         """See `Admin.collect`."""
         mine = [each for each in await super().collect() if self._is_ours(each.tier)]
-        theirs: list[Collected] = await self._link.ask(said.Collect(), list[Collected])
+        theirs: list[Collected] = await self._link.ask(messages.Collect(), list[Collected])
         return mine + theirs
 
     async def verify(
@@ -79,8 +79,8 @@ class AgentAdmin(Admin):
             if self._is_ours(each):
                 found += await super().verify(step.step, step.serial, each, repair=repair, progress=progress)
             else:
-                order = said.Verify(step.step, step.serial, each, repair)
-                found += await self._link.ask(order, list[Verified], progress=progress)
+                operation = messages.Verify(step.step, step.serial, each, repair)
+                found += await self._link.ask(operation, list[Verified], progress=progress)
         return found
 
     async def scrub(
@@ -92,8 +92,8 @@ class AgentAdmin(Admin):
             if self._is_ours(tier.name):
                 found += await super().scrub(tier.name, repair=repair, rate=rate, progress=progress)
             else:
-                order = said.Scrub(tier.name, repair, rate)
-                found += await self._link.ask(order, list[Verified], progress=progress)
+                operation = messages.Scrub(tier.name, repair, rate)
+                found += await self._link.ask(operation, list[Verified], progress=progress)
         return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))
 
     def _is_ours(self, name: str) -> bool:

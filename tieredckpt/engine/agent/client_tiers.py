@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 
-from tieredckpt.engine.agent import messages as said
+from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.client import AgentClient
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
@@ -29,21 +29,23 @@ class AgentTiers:
 
     async def make_room(self, tier: Tier, nbytes: int) -> bool:
         """See `SlowerTiers.make_room`."""
-        return await self._link.ask(said.MakeRoom(tier.name, nbytes), bool)
+        return await self._link.ask(messages.MakeRoom(tier.name, nbytes), bool)
 
     async def hold_packs(self, tier: Tier, until_committed: AsyncExitStack) -> None:
         """See `SlowerTiers.hold_packs`."""
         until_committed.push_async_callback(self._give_back, tier)
-        await self._link.ask(said.Lend(tier.name), again=False)
+        await self._link.ask(messages.Lend(tier.name), again=False)
 
     async def _give_back(self, tier: Tier) -> None:
         with suppress(TierUnavailable):  # an agent that has ended keeps nothing
-            await self._link.ask(said.GiveBack(tier.name), again=False)
+            await self._link.ask(messages.GiveBack(tier.name), again=False)
 
     async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
         """See `SlowerTiers.find`."""
         found: list[tuple[bytes, str, int, int]]
-        found = await self._link.ask(said.Find(tier.name, dict(sizes)), list[tuple[bytes, str, int, int]], again=False)
+        found = await self._link.ask(
+            messages.Find(tier.name, dict(sizes)), list[tuple[bytes, str, int, int]], again=False
+        )
         return {digest: Extent(pack, offset, length) for digest, pack, offset, length in found}
 
     def add_packs(self, tier: Tier, written: WrittenPacks) -> None:
@@ -54,4 +56,4 @@ class AgentTiers:
         step = index.record.id
         key = layout.btree_key(step.step, step.serial)
         encoded = (await commit_file.encode(tier, index.record, index.arrays, key)).index
-        await self._link.ask(said.Commit(tier.name, encoded.manifest, encoded.btree, key, dict(packs)), again=False)
+        await self._link.ask(messages.Commit(tier.name, encoded.manifest, encoded.btree, key, dict(packs)), again=False)

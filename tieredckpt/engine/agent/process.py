@@ -27,7 +27,7 @@ LOG = "agent.log"
 """Names in the folder of the RAM tier."""
 
 _LOG_MAX = 1 << 20
-"""Bytes of a log that the next agent goes on with; a longer one is begun anew."""
+"""Maximum bytes of a log that the next agent continues; a longer one is started again."""
 
 
 class AgentProcess:

@@ -35,7 +35,7 @@ _BACKLOG_MAX = 256 << 20
 
 
 class Parted(Exception):
-    """The other side has gone, or says what no agent or trainer of this version says."""
+    """The other side has gone, or sends what no agent or trainer of this version sends."""
 
 
 class Silent(Parted):
@@ -49,7 +49,7 @@ class Wire:
         self.peer = peer
         """Number of the other process; 0 where the system does not tell."""
         self.holder = holder
-        """Who that is, should it die."""
+        """The holder of a lease, should the process die."""
         self._reader, self._writer = reader, writer
         self._coming: int | None = None
         """Length of the frame of which no more has been read than that."""
@@ -75,7 +75,7 @@ class Wire:
         return found
 
     def send(self, message: object) -> None:
-        """Send a frame; to who has gone, nothing, which is noticed where it is read from."""
+        """Send a frame; if the other side has gone, nothing is sent and the reader notices."""
         transport = self._writer.transport
         if transport.is_closing():
             return
@@ -90,7 +90,7 @@ class Wire:
         return not self.peer or lives_here(self.holder)
 
     async def close(self) -> None:
-        """Send what is left, and end the connection."""
+        """Send the remaining frames, and end the connection."""
         with contextlib.suppress(OSError):
             self._writer.close()
             await self._writer.wait_closed()

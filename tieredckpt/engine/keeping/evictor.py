@@ -133,7 +133,7 @@ class Evictor:
             return True
 
     async def look_again(self, step: StepId, tier: Tier) -> None:
-        """Read a commit once more that could not be read, and tell what came of it. Raises as a blob store does."""
+        """Read a damaged commit once more and apply the result. Raises as a blob store does."""
         if await look_again(tier, step):
             self._gone(step, tier)
         self._state.changed.notify()

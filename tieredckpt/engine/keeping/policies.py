@@ -132,7 +132,7 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
 
 
 def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
-    """The steps that may leave a full tier for a newer one: what retention lets go, then what it keeps, oldest first.
+    """Steps that may leave a full tier for a newer one: unretained ones first, then retained ones, oldest first.
 
     ``step`` is None for one that is newer than all there is. An off-branch step drives out none that is retained.
     """
@@ -152,7 +152,7 @@ def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[i
 
 
 def save_is_due(state: State, step: int, after: float | None = None) -> bool:
-    """The schedule's answer, or what it would be ``after`` seconds; a schedule that fails saves rather than not."""
+    """The schedule's answer now, or ``after`` seconds from now; if the schedule fails, the answer is to save."""
     try:
         view, observed = state.view(), state.observe(step)
         if after is not None:

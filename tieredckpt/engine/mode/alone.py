@@ -70,13 +70,13 @@ class Alone:
         adopt_newest(self.state)
 
     async def reopened(self) -> None:
-        """The first tier was connected anew."""
+        """Called after the first tier was connected again."""
 
     async def leave(self, *, done: bool, in_order: bool) -> None:
         """Tell the others that this process ends: whether all that was due is done, and whether it was asked to be."""
 
     async def close(self, *, may_remove: Callable[[], bool]) -> None:
-        """Release everything; ``may_remove`` tells whether RAM may be freed with all that it holds."""
+        """Release everything; ``may_remove`` says whether RAM may be freed with all that it holds."""
 
     # -- saves and promotions -----------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class AmongRanks(Alone):
-    """See `Alone`; what `ranked` does with the other ranks takes the place of what one does by itself."""
+    """See `Alone`; `ranked` acts together with the other ranks."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ __all__ = ["BesideAgent"]
 
 
 class BesideAgent(Alone):
-    """See `Alone`; the agent is asked by `link` for what concerns its tiers."""
+    """See `Alone`; `link` asks the agent for work on its tiers."""
 
     def __init__(self, state: State, collector: Collector) -> None:
         self.link = AgentClient(state)

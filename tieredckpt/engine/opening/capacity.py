@@ -14,7 +14,7 @@ _log = logging.getLogger("tieredckpt")
 
 
 def refuse_what_cannot_fit(state: State) -> None:
-    """Raise `Invalid` if no slower tier can hold a step as large as the newest; tell of single ones that cannot."""
+    """Raise `Invalid` if no slower tier can hold a step as large as the newest; warn of single tiers that cannot."""
     newest = next(reversed(state.records().items()), None)
     slower = [tier for tier in state.tiers if not tier.in_memory]
     if newest is None or not slower:

@@ -1,4 +1,4 @@
-"""Reads the catalogs of a tier: what was learnt of its packs and steps, so that an opening need not read them all.
+"""Reads the catalogs of a tier, which list its packs and steps, so that an opening need not read all of them.
 
 A catalog is believed where it agrees with the tier's listing: of a pack, whose name is given once and whose bytes
 never change, the size; of a step, the sizes and times of change of its two files. Where a store tells no times, no

@@ -1,4 +1,4 @@
-"""Writes the catalogs of a tier, behind everything else: what came since the last one, and the smaller ones anew."""
+"""Writes the catalogs of a tier in the background: new entries since the last one, and small catalogs merged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Plan:
 
 
 async def write_catalog(tier: Tier, store: str) -> bool:
-    """Write down what no catalog has if that is enough, and what a catalog has that is mostly gone; whether it did.
+    """Write a catalog of new entries if there are enough, and rewrite one that is mostly obsolete; whether it did.
 
     What is new is written together with the catalogs that are not more than twice as large. So there are few, and
     each pack and step is written a few times altogether. Raises as the tier's store does.

@@ -64,7 +64,7 @@ async def fork(config: StoreConfig) -> tuple[str, str]:
 
 
 async def adopt(config: StoreConfig, store: str | None = None) -> tuple[FoundRam, str]:
-    """Mark empty tiers as those of a store of which RAM has steps, so that it continues there.
+    """Mark empty tiers as those of a store that has steps in RAM, so that it continues there.
 
     Args:
         config: of the store; its slower tiers are marked.

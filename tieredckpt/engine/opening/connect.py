@@ -106,7 +106,7 @@ async def _connect(tier: TierConfig, *, read_only: bool, events: Events) -> Blob
 
 
 async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
-    """Open a tier, see that it belongs to this store and to no other writer, and learn what it holds.
+    """Open a tier, check that it belongs to this store and to no other writer, and scan its content.
 
     Args:
         state: of the store.
@@ -166,7 +166,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
 
 
 async def reopen(state: State, tier: Tier) -> bool:
-    """Open a slower tier once more beside its store that fails, as after its file system was mounted anew.
+    """Open a slower tier again beside its failing store, as after its file system was mounted again.
 
     True when the marker is there: the new store has taken the place of the old one. A folder without it may be the
     place where a file system is to be mounted, and is left alone; RAM, which nobody mounts, is made anew. Raises as

@@ -81,7 +81,7 @@ class _SlowerTiers:
     _markers: list[StoreMarker | None] = field(default_factory=list)
     """In the order of the tiers."""
     _seen: dict[str, _Seen] = field(default_factory=dict)
-    """What was read at the place of each tier, by name."""
+    """Result of reading each tier's marker, by name."""
 
     def _answering(self) -> list[Tier]:
         failed = [tier for tier, _ in self.failures]

@@ -22,7 +22,7 @@ _STEPS_ASKED = 8
 
 
 async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
-    """The marker of a tier, None for an empty tier, and whether it has to be written anew, as the steps say it was.
+    """The marker of a tier, None for an empty tier, and whether it must be written again as the steps say it was.
 
     Raises:
         Corrupt: it cannot be read, and the steps do not tell either; or it is of another format.

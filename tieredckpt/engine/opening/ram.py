@@ -156,7 +156,7 @@ async def _of_this_store(state: State) -> list[FoundRam]:
 
 
 def _move_in(state: State, top: Path, found: Collection[FoundRam]) -> None:
-    """Move what lies elsewhere than in the store's folder: of several ranks, each its own, the first all others'."""
+    """Move RAM from other places to the store's folder; each rank moves its own, the first rank all others'."""
     local_ranks = {f"{RANK_FOLDER}{rank}" for rank in state.membership.local_ranks}
     left_over = unfinished_moves(top.parent).get(top.name)
     for old in [*([left_over] if left_over else []), *(Path(each.folder) for each in found)]:
@@ -191,7 +191,7 @@ def _shown(places: Collection[Place]) -> str:
 
 
 async def mark_ram(state: State) -> None:
-    """Mark RAM with the identity that the store turned out to have. A failure is met again at the next use."""
+    """Mark RAM with the identity of the store. A failure shows again at the next use."""
     ram = state.tiers[0]
     if ram.ram is not None and ram.ram.slab.writable and state.identity.marker is not None:
         before = ram.marker
@@ -244,7 +244,7 @@ async def _noted(state: State, tier: Tier, known: dict[str, Place]) -> Place | N
 
 
 async def keep_noted(state: State) -> None:
-    """Note anew whenever a tier is known that was not, until cancelled."""
+    """Write the note again whenever another tier becomes known, until cancelled."""
     noted: list[bool] | None = None  # what came while the store was opened may not be noted yet
     while not told_to_end():
         known = [tier.marker is not None for tier in state.tiers[1:]]

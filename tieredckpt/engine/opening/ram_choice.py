@@ -100,7 +100,7 @@ def _bucket(url: str) -> str:
 
 
 def _from_ram(candidates: Mapping[str, Sequence[FoundRam]], left: dict[str, Sequence[FoundRam]]) -> Choice:
-    """Continue the store of which RAM has a whole step, and was used last; or begin a new one."""
+    """Continue the store with a whole step in the RAM that was used last; otherwise begin a new one."""
     if not candidates:
         return Choice(left=left)
     best = max(candidates, key=lambda store: (_has_whole_step(candidates[store]), _used_at(candidates[store]), store))

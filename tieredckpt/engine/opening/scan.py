@@ -1,4 +1,4 @@
-"""Finds out what a tier holds: steps by their manifests, chunks by the footers of packs, or both by catalogs."""
+"""Scans a tier: steps by their manifests, chunks by the footers of packs, or both by catalogs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LARGE_INDEX = 32 << 20
 
 
 async def scan_tier(tier: Tier, store: str | None = None) -> None:
-    """Fill in what ``tier`` knows of its content, from nothing. Raises as its blob store does.
+    """Scan the whole content of ``tier``. Raises as its blob store does.
 
     What its catalogs have, and its listing confirms, is not read, but for the newest step: a restore takes that, and
     takes the one before it if it turns out that it cannot be read. ``store`` is whose catalogs are believed.
@@ -98,7 +98,7 @@ async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
 
 
 async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[StepId] = ()) -> bool:
-    """Learn which steps came to a tier, left it or were committed anew since `scan_tier`; read those alone.
+    """Find steps that came to a tier, left it or were committed again since `scan_tier`; reads those alone.
 
     Whoever writes to the tier knows; this is for one who does not. A listing takes time, in which a step may leave for
     one that comes too late to be listed: it is taken again until nothing has changed. Where every step seems to have
@@ -203,7 +203,7 @@ async def _find_step(tier: Tier, folders: Mapping[StepId, Mapping[str, BlobInfo]
 
 
 async def _read_step(tier: Tier, step: StepId) -> Held | TieredCkptError | None:
-    """The step as it is held, or what is wrong with its commit; None when it is not there any more."""
+    """The step as it is held, or the error of its commit; None when it is not there any more."""
     try:
         manifest, btree, btree_key = await step_index.read(tier, step)
         record = await asyncio.to_thread(find_record, manifest, btree, btree_key)
@@ -272,7 +272,7 @@ async def _claim_unread(tier: Tier, ram: Ram) -> None:
 
 
 async def _remove_strays(tier: Tier) -> None:
-    """Delete what no committed step refers to: RAM has one writer, so a dead one has left it."""
+    """Delete files that no committed step refers to: RAM has one writer, so a dead writer has left them."""
     known = {held.btree_key for held in tier.steps.held.values()}
     known |= {layout.manifest_key(step.step, step.serial) for step in tier.steps.held}
     async for info in tier.store.list(layout.STEPS):

@@ -34,7 +34,7 @@ async def renew_lease(state: State, tier: Tier) -> None:
 
 
 async def keep_tidy(grace: float, collect: Callable[[], Awaitable[object]]) -> None:
-    """Reclaim what crashes and repairs leave behind; nothing of it is ripe before the grace period is over."""
+    """Reclaim garbage of crashes and repairs; none is old enough before the grace period is over."""
     while not told_to_end():
         await asyncio.sleep(grace)
         try:
@@ -46,14 +46,14 @@ async def keep_tidy(grace: float, collect: Callable[[], Awaitable[object]]) -> N
 
 
 async def keep_catalogued(tier: Tier) -> None:
-    """Write down what comes to a tier, so that the next opening need not read it; until cancelled."""
+    """Write catalogs of what comes to a tier, until cancelled, so that the next opening need not read it."""
     while not told_to_end():
         await catalogue(tier)
         await asyncio.sleep(limits.in_force.catalog_interval)
 
 
 async def catalogue(tier: Tier) -> None:
-    """Write down what came to a tier if that is enough; it costs the next opening time if that fails, and no more."""
+    """Write a catalog if enough came to a tier; a failure costs the next opening time, and no more."""
     if tier.in_memory or tier.marker is None or not tier.healthy:
         return
     try:

@@ -178,7 +178,7 @@ async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str])
 
 
 async def _encoding_of(step: StepId, tier: Tier) -> Encoding:
-    """How a tier stores a step that is committed anew, so that its arrays stay in one encoding."""
+    """Encoding of a step that is committed again, so that its arrays stay in one encoding."""
     with suppress(TieredCkptError):  # an index that cannot be read is made from nothing
         found = map(tier.packs.encoding_of_array, (await step_index.load(tier, step)).arrays.values())
         return next((encoding for encoding in found if encoding is not tier.packs.encoding), tier.packs.encoding)

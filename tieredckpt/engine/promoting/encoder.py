@@ -1,4 +1,4 @@
-"""Encodes chunks for one tier. It stops compressing while that holds up somebody who waits."""
+"""Encodes chunks for one tier. It stops compressing while that delays a caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Encoder:
     """Encodes what one copy of a step brings to a tier. Lives on the engine's loop."""
 
     def __init__(self, state: State, tier: Tier, encoding: Encoding, is_awaited: Callable[[], bool]) -> None:
-        """``is_awaited`` tells whether anybody waits for the copy to end."""
+        """``is_awaited`` returns whether a caller waits for the copy to end."""
         self._state, self._tier, self._encoding, self._is_awaited = state, tier, encoding, is_awaited
         self._nbytes = 0
         self._seconds = 0.0

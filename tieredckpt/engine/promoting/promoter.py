@@ -57,11 +57,11 @@ class Promoter:
         self._copy = promote
         self._report_stuck = report_stuck
         self.stuck = tier.steps.stuck
-        """Steps whose bytes cannot be had: a chunk is intact nowhere, or a tier that may have it is silent."""
+        """Steps that cannot be copied: a chunk is intact nowhere, or a tier that may have it is silent."""
         self._retry_at: dict[StepId, float] = {}
-        """When those are tried again that a silent tier may have."""
+        """Time at which steps are tried again that a silent tier may have."""
         self._unsure: set[StepId] = set()
-        """Steps whose deletion had failed before the tier was to be looked at anew."""
+        """Steps whose deletion had failed before the tier was scanned again."""
         self._rests = 0
         """How often nothing was found due."""
         self._waiters = 0
@@ -128,7 +128,7 @@ class Promoter:
                 self._state.report(self.tier, error)
 
     async def _come_back(self) -> None:
-        """Check that a tier that failed works, is the same one, and is still locked by us; else open it anew."""
+        """Check that a failed tier works, is the same one, and is still locked by us; otherwise open it again."""
         tier = self.tier
         try:
             if await self._is_itself():

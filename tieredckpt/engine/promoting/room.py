@@ -68,7 +68,7 @@ async def have_room(state: State, collector: Collector, step: StepId, tier: Tier
 async def within_capacity(
     tier: Tier, batches: AsyncIterator[Batch], sizes: Mapping[bytes, int], encoding: Encoding
 ) -> AsyncGenerator[Batch, None]:
-    """The batches, which take what they take, and not what was expected of them.
+    """Yield the batches, and count the bytes that they really take instead of the estimates.
 
     Raises `NoRoom` before one for which the capacity has no room, with what it and the rest take at most.
     """

@@ -166,7 +166,7 @@ async def broadcast(communicator: Communicator, topic: str, data: bytes | None, 
 class _Gathered(msgspec.Struct, array_like=True):
     """Rank 0's answer in an exchange: the data of all ranks, or which ranks were missing."""
 
-    said: list[bytes]
+    answers: list[bytes]
     missing: list[int]
 
 
@@ -183,9 +183,9 @@ async def exchange(communicator: Communicator, topic: str, data: bytes, *, timeo
             gathered = msgspec.msgpack.encode(_Gathered([], list(error.ranks)))
             await communicator.send(range(1, communicator.size), topic, gathered)
             raise
-        said = [came[rank] for rank in range(communicator.size)]
-        await communicator.send(range(1, communicator.size), topic, msgspec.msgpack.encode(_Gathered(said, [])))
-        return said
+        answers = [came[rank] for rank in range(communicator.size)]
+        await communicator.send(range(1, communicator.size), topic, msgspec.msgpack.encode(_Gathered(answers, [])))
+        return answers
     await communicator.send([COORDINATOR], topic, data)
     answer = await communicator.recv(COORDINATOR, topic, timeout=timeout + limits.in_force.wait_longer)
     try:
@@ -194,7 +194,7 @@ async def exchange(communicator: Communicator, topic: str, data: bytes, *, timeo
         raise Corrupt(f"the answer of rank 0 in {topic!r} cannot be read: {error}") from error
     if everyone.missing:
         raise RanksMissing(_missing(everyone.missing, topic, timeout), everyone.missing)
-    return everyone.said
+    return everyone.answers
 
 
 async def barrier(communicator: Communicator, topic: str, *, timeout: float) -> None:

@@ -52,7 +52,7 @@ class Group:
 
     @property
     def patience(self) -> float:
-        """Seconds that a rank waits for what rank 0 decides."""
+        """Seconds that a rank waits for a decision of rank 0."""
         return self.deadline + limits.in_force.wait_longer
 
     @property
@@ -221,7 +221,7 @@ class Group:
                     return
                 await apply(message)
             except Exception:
-                _log.exception("rank %d: what rank %d told (%s) was not carried out", self.rank, source, message)
+                _log.exception("rank %d: a message of rank %d was not applied: %s", self.rank, source, message)
 
 
 async def _logged(work: Coroutine[Any, Any, None], name: str) -> None:
@@ -253,10 +253,10 @@ async def vote(
         group.start_last(bow_out(group, topic), f"leaving of {topic}")
         raise
     with _rather(failure):
-        told = await group.communicator.recv(COORDINATOR, topic, timeout=group.patience)
+        answer = await group.communicator.recv(COORDINATOR, topic, timeout=group.patience)
     if failure is not None:
         raise failure
-    verdict, problem = messages.decode_said(told)
+    verdict, problem = messages.decode_said(answer)
     if problem is not None:
         raise problem.error()
     return verdict

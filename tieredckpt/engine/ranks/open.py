@@ -125,11 +125,11 @@ class Opening:
         found = await find(state.config, state.identity.places.values()) if state.membership.is_first_of_node else []
         return encode(found)
 
-    async def _open_all(self, said: dict[int, bytes]) -> bytes:
+    async def _open_all(self, answers: dict[int, bytes]) -> bytes:
         """At rank 0: find out which store it is, open all tiers, and return what the shared ones hold."""
         state = self._state
         found: list[FoundRam] = []
-        for data in said.values():
+        for data in answers.values():
             found += decode(data, list[FoundRam])
         await self._open_tiers(found)
         assert state.identity.marker is not None
@@ -201,12 +201,12 @@ class Opening:
                 continue
             self._folders.setdefault((step.serial, step.step), {}).setdefault(rank, tier)
 
-    async def _decide(self, said: dict[int, bytes]) -> bytes:
+    async def _decide(self, answers: dict[int, bytes]) -> bytes:
         """At rank 0: the steps that are complete in the RAM of all ranks together, and the other parts to keep."""
         state = self._state
         parts: Parts = {}
         homes: dict[tuple[int, int], dict[int, int]] = {}
-        told: dict[int, _InRam] = {rank: decode(data, _InRam) for rank, data in said.items()}
+        told: dict[int, _InRam] = {rank: decode(data, _InRam) for rank, data in answers.items()}
         _tell_notices({rank: each.notice for rank, each in told.items() if each.notice})
         for rank, each in told.items():
             for found in each.parts:

@@ -117,7 +117,7 @@ class Ranked:
             await self.replicas.open()
         self._unsubscribe = self._state.events.subscribe(self._report if self.group.coordinates else self._note)
         self._loop = asyncio.get_running_loop()
-        self.group.begin(self._apply, self._hear)
+        self.group.begin(self._apply, self._apply_report)
         if self.replicas is not None and self.group.coordinates:
             self.group.start(self.replicas.lead(), "copies in the RAM of other nodes")
 
@@ -299,7 +299,7 @@ class Ranked:
             case Aborted():
                 await self._not_promoted(message)
             case Promote():
-                self.commits.carry_out(message)
+                self.commits.execute(message)
             case Promoted():
                 await self._promoted(message)
             case Evicted():
@@ -313,18 +313,18 @@ class Ranked:
             case RendezvousOpened() | RendezvousComplete():
                 self.restores.rendezvous.apply(message)
             case Replicate() if self.replicas is not None:
-                self.replicas.apply_order(message)
+                self.replicas.apply_request(message)
             case Replicated() if self.replicas is not None:
-                await self.replicas.apply_news(message)
+                await self.replicas.apply_result(message)
         state.changed.notify()
 
-    async def _hear(self, rank: int, message: Reported) -> None:
+    async def _apply_report(self, rank: int, message: Reported) -> None:
         """At rank 0: act on a report of another rank."""
         match message:
             case RestoreRequested() | RestoreJoined() | RestoreWithdrawn():
-                self.restores.rendezvous.heard(rank, message)
+                self.restores.rendezvous.apply_report(rank, message)
             case Damaged() | Signalled() | Wanted():
-                self.reports.heard(rank, message)
+                self.reports.apply(rank, message)
 
     async def _not_promoted(self, failed: Aborted) -> None:
         assert failed.tier is not None

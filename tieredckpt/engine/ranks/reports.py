@@ -89,17 +89,17 @@ class Reports:
 
     # -- rank 0 ---------------------------------------------------------------------------------------
 
-    def heard(self, rank: int, said: Damaged | Signalled | Wanted) -> None:
-        """Act on a report of a rank; what takes long runs in a task of its own."""
-        match said:
+    def apply(self, rank: int, report: Damaged | Signalled | Wanted) -> None:
+        """Act on a report of a rank; long work runs in a task of its own."""
+        match report:
             case Signalled():
-                _log.info("rank %d: signal %r is %s", rank, said.name, "raised" if said.on else "withdrawn")
-                self._state.observation.signal(said.name, on=said.on)
+                _log.info("rank %d: signal %r is %s", rank, report.name, "raised" if report.on else "withdrawn")
+                self._state.observation.signal(report.name, on=report.on)
                 self._state.changed.notify()
             case Damaged():
-                self._group.start(self._repair(rank, said), f"repairing of what rank {rank} found")
+                self._group.start(self._repair(rank, report), f"repair of damage that rank {rank} found")
             case Wanted():
-                self._group.start(self._promote(said), f"promotion that rank {rank} asked for")
+                self._group.start(self._promote(report), f"promotion that rank {rank} asked for")
 
     async def _promote(self, wanted: Wanted) -> None:
         step, tier = StepId(wanted.serial, wanted.step), self._state.tier(wanted.tier)
@@ -113,17 +113,17 @@ class Reports:
         finally:
             self._promoting.discard((step, tier.name))
 
-    async def _repair(self, rank: int, told: Damaged) -> None:
-        """Repair what rank 0 finds damaged itself; of many reports of one damage, the first has it repaired."""
-        step, tier = StepId(told.serial, told.step), self._state.tier(told.tier)
+    async def _repair(self, rank: int, report: Damaged) -> None:
+        """Repair damage that rank 0 finds too; of many reports of one damage, the first starts the repair."""
+        step, tier = StepId(report.serial, report.step), self._state.tier(report.tier)
         async with self._guards_repairing:
             if step not in tier.steps.held:
                 return
             _log.warning("rank %d found damage of %s on tier %r", rank, step, tier.name)
             try:
-                if told.digests:
+                if report.digests:
                     await repair_chunks(
-                        self._state, self._collector, step, await self._look_at(step, tier, set(told.digests))
+                        self._state, self._collector, step, await self._look_at(step, tier, set(report.digests))
                     )
                 else:
                     await self._look_at_index(step, tier)

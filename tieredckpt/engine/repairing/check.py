@@ -17,7 +17,7 @@ __all__ = ["check"]
 
 
 async def check(state: State, source: StepSource, scan: Scan) -> None:
-    """Read and verify all of a step on its tier, keeping nothing; what is not intact is noted as damage.
+    """Read and verify all of a step on its tier, keeping nothing; records damage.
 
     What ``scan`` has seen already is not read again.
     """

@@ -16,7 +16,7 @@ __all__ = ["collect_on", "rewrite"]
 
 
 async def collect_on(state: State, collector: Collector, tier: Tier) -> Collected:
-    """Rewrite what lives in the sparse packs of a tier, unless it is full, and delete the dead ones.
+    """Rewrite the live chunks of sparse packs on a tier, unless it is full, and delete the dead packs.
 
     Raises as the tier's store does.
     """
@@ -27,7 +27,7 @@ async def collect_on(state: State, collector: Collector, tier: Tier) -> Collecte
 
 
 async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str]) -> int:
-    """Write what steps need of some packs into new ones, and refer to the old ones no more; the bytes written."""
+    """Copy live chunks of some packs into new ones, and refer to the new ones alone; the bytes written."""
     written = 0
     users = await collector.users_of(tier, packs)
     for step in users:

@@ -43,7 +43,7 @@ class Unrepaired:
 async def inspect(
     state: State, step: StepId, tier: Tier, progress: Callable[[int], None] | None = None, scan: Scan | None = None
 ) -> list[Damage]:
-    """Read everything of a step on one tier, or what ``scan`` has not seen; what is not as it was saved.
+    """Read everything of a step on one tier, or what ``scan`` has not seen; returns the damage.
 
     Raises what the index raises, and `TierUnavailable` when a chunk could not be read to the end.
     """
@@ -165,7 +165,7 @@ async def _repair_packs(
 async def _read_good(
     source: StepSource, tier: Tier, key: str, ordinal: int, memory: npt.NDArray[np.uint8], left: list[Unrepaired]
 ) -> Tier | None:
-    """Fill ``memory`` with a chunk that is damaged on a tier; whence, or None, and then it is added to ``left``."""
+    """Fill ``memory`` with the intact bytes of a damaged chunk; the tier read, or None with an entry in ``left``."""
     try:
         return await source.read(key, ordinal, memory, bad=tier)
     except (Corrupt, TierUnavailable) as error:
@@ -181,7 +181,7 @@ async def repair_index(
     error: TieredCkptError,
     remembered: StepIndex | None = None,
 ) -> None:
-    """A step's commit cannot be read on a tier: commit it anew, from memory or from another tier, or drop it from RAM.
+    """Repair an unreadable commit: commit again, from memory or from another tier, or drop the step from RAM.
 
     Nothing is done to a step that was evicted meanwhile.
 
@@ -209,7 +209,7 @@ async def repair_index(
 
 
 async def _is_unread(tier: Tier, ram: Ram, step: StepId) -> bool:
-    """Whether nobody reads the step in RAM, whose commit is taken away: a new one would not be locked by readers."""
+    """Whether no process reads the step in RAM whose commit is removed: readers would not lock a new commit."""
     try:
         await tier.store.stat(layout.manifest_key(step.step, step.serial))
     except NotFound:

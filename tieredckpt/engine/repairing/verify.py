@@ -1,4 +1,4 @@
-"""Verifies what a tier holds of a step, and has it repaired on request."""
+"""Verifies a step on its tiers, and repairs it on request."""
 
 from __future__ import annotations
 

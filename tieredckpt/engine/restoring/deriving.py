@@ -1,4 +1,4 @@
-"""Derived steps: what lossy rules make of an exact step, chunk by chunk, and how a derived step is read.
+"""Derived steps: applies lossy rules to an exact step, chunk by chunk, and reads derived steps.
 
 A `RoundedSource` gives the chunks of a step as a tier with rules is to have them; promotion copies it like any other.
 A `DerivedSource` reads a derived step from the one tier that has it, and derives a damaged chunk again.
@@ -70,7 +70,7 @@ async def open_derived(copies: Sequence[tuple[StepId, State]]) -> AsyncIterator[
 
 @dataclass
 class RoundedSource(StepSource):
-    """A step as a tier with lossy rules is to have it. Use `rounding`.
+    """An exact step, rounded as a tier with lossy rules requires. Use `rounding`.
 
     Its index has the digests of the rounded chunks; where a chunk lies is where the exact one does.
     """

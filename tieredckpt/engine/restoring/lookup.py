@@ -33,7 +33,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
     @property
     def to_train_on(self) -> bool:
-        """Whether a save may follow that continues what is restored."""
+        """Whether a save may follow that continues the restored step."""
         return self.whole and self.resume is not False
 
 

@@ -1,4 +1,4 @@
-"""Whether a step left a tier, or was committed anew there, while a process that does not write read it.
+"""Detects that a step left a tier, or was committed again there, while a read-only process read it.
 
 Nothing of a step is kept for such a process but in RAM: what it reads may be evicted at any moment. So whatever it
 does not find, or finds other than it should be, is no damage before it has looked once more.
@@ -17,7 +17,7 @@ __all__ = ["Moved", "has_moved", "places", "unless_moved"]
 
 
 class Moved(NotFound):
-    """A step is not where it was when somebody began to read it, who may look for it again."""
+    """A step is not where it was when a reader began; the reader may look for it again."""
 
 
 def places(state: State, step: StepId) -> Hashable:
@@ -36,7 +36,7 @@ async def has_moved(state: State, step: StepId, before: Hashable) -> bool:
 
 @asynccontextmanager
 async def unless_moved(state: State, step: StepId) -> AsyncIterator[None]:
-    """Raise `Moved` in place of what goes wrong in the block if the step, read there, has moved meanwhile."""
+    """Raise `Moved` in place of an error in the block if the step, read there, has moved meanwhile."""
     before = places(state, step)
     try:
         yield

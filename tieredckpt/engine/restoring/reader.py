@@ -138,7 +138,7 @@ async def _from_other_tiers(
 async def _counted(
     sources: dict[str, int], tier: Tier, pieces: list[Piece], reading: Awaitable[list[Piece]]
 ) -> list[Piece]:
-    """Count the bytes of what was read; what was not intact."""
+    """Count the bytes of the pieces that were read; returns those that were not intact."""
     failed = await reading
     lost = {id(piece) for piece in failed}
     good = sum(piece.wanted for piece in pieces if id(piece) not in lost)
@@ -240,7 +240,7 @@ def _runs(pieces: list[Piece], encoding: Encoding) -> list[Run]:
 async def _from_packs(
     state: State, source: StepSource, tier: Tier, encoding: Encoding, pieces: list[Piece], digested_reads: int
 ) -> list[Piece]:
-    """Read runs of extents in one encoding, several at a time; what was not intact."""
+    """Read runs of extents in one encoding, several at a time; returns the pieces that were not intact."""
     failed: list[Piece] = []
     waiting = deque(_runs(pieces, encoding))
     traits = tier.store.traits
@@ -280,7 +280,7 @@ async def _from_packs(
 
 
 async def _digested(state: State, tier: Tier, run: Run, *, through_scratch: asyncio.Semaphore) -> list[Piece]:
-    """Read a run straight to where it goes, digested as it comes; what was not intact.
+    """Read a run straight into its targets and digest it on the way; returns the pieces that were not intact.
 
     Chunks of which boxes are wanted, or that are wanted in several places, pass through scratch memory.
     """
@@ -321,7 +321,7 @@ def _put(pieces: Iterable[tuple[Piece, Bytes]]) -> None:
 async def _through_scratch(
     state: State, tier: Tier, encoding: Encoding, run: Run, *, reading: asyncio.Semaphore
 ) -> list[Piece]:
-    """Read a run into scratch memory and verify it there, while others are being read; what was not intact."""
+    """Read a run into scratch memory and verify it there, beside other reads; returns pieces that were not intact."""
 
     @landing_together()
     def unpack(memory: Bytes) -> list[Piece]:

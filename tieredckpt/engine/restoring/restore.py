@@ -286,7 +286,7 @@ class Restorer:
     async def _view(
         self, step: StepId, forms: Mapping[str, Form]
     ) -> tuple[Read, Callable[[], Coroutine[Any, Any, None]]] | None:
-        """Read-only arrays: views of RAM, and copies of what does not lie there in one piece.
+        """Read-only arrays: views of RAM, and copies of arrays that do not lie there in one piece.
 
         Returns:
             The arrays, and what verifies the views, which raises `Corrupt` and repairs them. None when the step is

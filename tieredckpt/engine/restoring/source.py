@@ -42,7 +42,7 @@ class SilentSource(TierUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A chunk that a tier should have had: which, where, and what happened instead."""
+    """A damaged or missing chunk of a tier: which, where, and the error."""
 
     tier: Tier
     digest: bytes
@@ -349,7 +349,7 @@ class StepSource:
         return None if array is None else array.chunks[ordinal].where
 
     def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
-        """Remember that a tier does not have a chunk that it should have; a silent tier is not damaged."""
+        """Record that a tier lacks a chunk that it should have; a silent tier is not damaged."""
         key = layout.array_key(key)
         level = _level(self.state, error)
         _log.log(level, "%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)

@@ -27,7 +27,7 @@ class Streamed:
     tier: Tier
     index: StepIndex
     packs: frozenset[str]
-    """To which the part refers: those written for it, and older ones."""
+    """Packs to which the part refers: those written for it, and older ones."""
 
 
 @dataclass

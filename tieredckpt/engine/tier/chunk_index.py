@@ -53,7 +53,7 @@ class ChunkIndex(MutableMapping[bytes, Extent]):
         self._left = len(high)
 
     def fill(self, paths: Sequence[str], counts: NDArray[Any], table: NDArray[Any]) -> dict[bytes, list[Extent]]:
-        """Know what packs list, and nothing else.
+        """Replace the content by the entries of packs.
 
         Args:
             paths: of the packs.

@@ -1,4 +1,4 @@
-"""The manifests of a tier, which make its steps: put, put anew, and taken back, one at a time for each step."""
+"""Commits: puts, replaces and retracts the manifests that make steps, one at a time for each step."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _others(tier: Tier, step: StepId) -> Conflict:
 
 
 async def _mark_indeterminate(tier: Tier, step: StepId, packs: frozenset[str], btree_key: str, *, look: bool) -> bool:
-    """A commit failed, perhaps after it had happened: whether it had. Of two commits, believe what is read next.
+    """Resolve a commit that failed and may have happened; returns whether it has.
 
     A first one is undone. Where requests may come late it is looked at, if it may be: a deletion could hit a later one.
 

@@ -28,7 +28,7 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         """The packs of every step that was read or written."""
 
     def forget(self, step: StepId) -> frozenset[str] | None:
-        """Remember nothing of what a step refers to; returns its packs where they were known."""
+        """Forget a step's index; returns its packs where they were known."""
         self.pop(step, None)
         return self.packs.pop(step, None)
 

@@ -112,7 +112,7 @@ class Lease:
             raise
 
     async def renew(self) -> None:
-        """Say that this writer is alive. Raises `Conflict` when another took over while it was not heard of."""
+        """Renew the lease. Raises `Conflict` when another writer took over meanwhile."""
         try:
             await self.store.stat(self._key)
         except NotFound:
@@ -183,7 +183,7 @@ class Lease:
         return None
 
     async def _give_way(self) -> None:
-        """Refuse to hold it beside another who took it earlier: of several at the same moment one remains."""
+        """Refuse to hold the lease beside a writer that took it earlier: of several at the same moment one remains."""
         for holder, key in await self._others():
             if (holder.taken_at, key) < (self._taken_at, self._key):
                 raise self._conflict((holder, key))

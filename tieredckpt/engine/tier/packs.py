@@ -36,7 +36,7 @@ class Packs:
     verified: set[bytes] = field(default_factory=set)
     """Chunks of earlier processes that are intact where ``index`` has them, read or vouched for by a step."""
     unlisted: set[str] = field(default_factory=set)
-    """Packs of which nobody knows what they hold."""
+    """Packs with unknown content."""
     orphans: dict[str, float] = field(default_factory=dict)
     """When packs that no step was known to use were last changed (epoch seconds)."""
     streamed_to: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Sizes by key with their sum, so that nobody needs to add them up."""
+"""Sizes by key with their sum, which is kept up to date."""
 
 from __future__ import annotations
 

@@ -130,12 +130,12 @@ class Tier:
 
     @property
     def responsive(self) -> bool:
-        """Whether it answers, as far as its last call tells: nobody waits for a tier whose calls get lost."""
+        """Whether it answers, judged by its last call; no save waits for a tier that does not."""
         return getattr(self.blobs, "responsive", True)
 
     @property
     def hanging(self) -> int:
-        """How many of its calls hang in the device though nobody waits for them any more."""
+        """How many abandoned calls still hang in the device."""
         return getattr(self.blobs, "hanging", 0)
 
     @property
@@ -205,6 +205,6 @@ class Tier:
         self.steps.quarantine(step, error, self.packs.sizes)
 
     def clear(self) -> None:
-        """Know nothing of what the tier holds, before that is found out anew."""
+        """Forget the content of the tier, before it is scanned again."""
         self.steps.clear()
         self.packs.clear()

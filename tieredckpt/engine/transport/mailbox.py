@@ -174,7 +174,7 @@ class Mailbox:
             self._deliver(message)
 
     async def _lead(self, heard: set[int]) -> str:
-        """Open as rank 0: nobody sends before it is told to go, so only answers come meanwhile."""
+        """Open as rank 0: the other ranks send nothing but answers before rank 0 lets them go."""
         endpoints = {COORDINATOR: self._endpoint}
         session = ""
         idle = _Idle(self._fastest, self._slowest)

@@ -203,7 +203,7 @@ class MpiCommunicator:
             return await self._call(self._comm.Isend, [piece[: len(part)], MPI.BYTE], to, _FIRST_BULK_TAG + tag)
 
         async def end(part: memoryview, piece: Piece) -> None:
-            """Nothing is left to do."""
+            """Does nothing: no resource is left to release."""
 
         await self._transfer("send", to, memory, begin, end, tag, timeout)
 

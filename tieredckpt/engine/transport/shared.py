@@ -1,4 +1,4 @@
-"""Ranks that have nothing in common but a blob store: their messages are small objects of a slower tier.
+"""Communicator through a blob store, for ranks that share nothing else: messages are small objects of a slower tier.
 
 Needs nothing else, and is the slowest: every message is an object that is put, listed, read and deleted.
 """
@@ -22,7 +22,7 @@ __all__ = ["SharedStore"]
 
 _MESSAGE_MAX = 64 << 20
 _STALE = 3600.0
-"""Seconds after which a message that nobody has taken belongs to a job that died."""
+"""Seconds after which a message that was not received belongs to a job that died."""
 _READS_AT_ONCE = 16
 
 

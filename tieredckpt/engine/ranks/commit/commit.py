@@ -73,7 +73,7 @@ class Commits:
         """At rank 0, of steps of former runs: the rank that has each part now, by the rank that saved it."""
         self.folders: dict[StepId, dict[int, Tier]] = {}
         """Of steps of former runs: the RAM with each part that this rank is responsible for."""
-        self._carrying_out: dict[tuple[StepId, str], asyncio.Task[None]] = {}
+        self._executing: dict[tuple[StepId, str], asyncio.Task[None]] = {}
         """By step and tier: a step may be on its way to several tiers at once."""
         self.written: dict[tuple[StepId, str], int] = {}
         """Bytes of the packs that this rank wrote of a step to a tier."""
@@ -250,18 +250,16 @@ class Commits:
 
     # -- every rank ---------------------------------------------------------------------------------------
 
-    def carry_out(self, order: Promote) -> None:
-        """Begin to write what rank 0 ordered; an older order for the same step and tier is cancelled."""
+    def execute(self, order: Promote) -> None:
+        """Begin the work that rank 0 requested; cancels an older request for the same step and tier."""
         step = StepId(order.serial, order.step)
-        self._carrying_out = {what: task for what, task in self._carrying_out.items() if not task.done()}
-        before = self._carrying_out.get((step, order.tier))
+        self._executing = {what: task for what, task in self._executing.items() if not task.done()}
+        before = self._executing.get((step, order.tier))
         if before is not None:
             before.cancel()
-        self._carrying_out[step, order.tier] = self._group.start(
-            self._carry_out(step, order, before), f"part of {step}"
-        )
+        self._executing[step, order.tier] = self._group.start(self._execute(step, order, before), f"part of {step}")
 
-    async def _carry_out(self, step: StepId, order: Promote, before: asyncio.Task[None] | None) -> None:
+    async def _execute(self, step: StepId, order: Promote, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await outlast(asyncio.gather(before, return_exceptions=True))
         group, tier = self._group, self._state.tier(order.tier)

@@ -138,7 +138,7 @@ class Comparison:
     async def differing(
         self, attempt: str, votes: Mapping[int, Mapping[bytes, bytes]], deadline: float
     ) -> tuple[Difference, ...]:
-        """At rank 0: which ranks differ from the rest, and in what, given the digests that every rank voted with.
+        """At rank 0: which ranks differ from the rest, and where, from the digests that every rank voted with.
 
         Waits until ``deadline``, by the loop's clock. A rank that has not answered by then is left out, unless the
         configuration refuses such steps.
@@ -186,14 +186,16 @@ def _compared(
     groups: Sequence[bytes], votes: Mapping[int, Mapping[bytes, bytes]], came: Mapping[int, bytes]
 ) -> tuple[tuple[Difference, ...], list[int]]:
     """Differences within some groups of ranks, and the ranks of these groups that have not sent their digests."""
-    said: dict[int, dict[bytes, Digests]] = {rank: decode(data, dict[bytes, Digests]) for rank, data in came.items()}
-    silent = [rank for rank in votes if any(name in votes[rank] and name not in said.get(rank, {}) for name in groups)]
-    return tuple(difference for name in groups for difference in differences(_by_key(name, said))), silent
+    answers: dict[int, dict[bytes, Digests]] = {rank: decode(data, dict[bytes, Digests]) for rank, data in came.items()}
+    silent = [
+        rank for rank in votes if any(name in votes[rank] and name not in answers.get(rank, {}) for name in groups)
+    ]
+    return tuple(difference for name in groups for difference in differences(_by_key(name, answers))), silent
 
 
-def _by_key(name: bytes, said: Mapping[int, Mapping[bytes, Digests]]) -> dict[str, dict[int, list[bytes]]]:
+def _by_key(name: bytes, answers: Mapping[int, Mapping[bytes, Digests]]) -> dict[str, dict[int, list[bytes]]]:
     """The digests of each piece of a group by rank. Raises `Conflict` where the ranks have different pieces."""
-    members = {rank: groups[name] for rank, groups in said.items() if name in groups}
+    members = {rank: groups[name] for rank, groups in answers.items() if name in groups}
     pieces: dict[str, dict[int, set[tuple[str, int]]]] = {}
     for rank, found in members.items():
         for key, own in found.items():

@@ -101,7 +101,7 @@ class Votes:
         return attempt
 
     def restore_begins(self, epoch: int) -> None:
-        """All ranks begin the restore of that epoch together: saves are counted anew."""
+        """Begin the restore of that epoch, as all ranks do: the saves of each step are counted from 0 again."""
         self._epoch = epoch
         self._saves.clear()
         self._missed.clear()

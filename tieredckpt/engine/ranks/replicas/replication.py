@@ -62,7 +62,7 @@ class _Has(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Copied(msgspec.Struct, frozen=True):
-    """How a rank has carried out its part of an order."""
+    """Result of a rank's part of a request."""
 
     sent: int = 0
     failure: Failure | None = None
@@ -135,9 +135,9 @@ class Replication:
     async def _racks(self) -> dict[str, str] | None:
         """The rack of every node; None if no node names one, else a node without a name is a rack of its own."""
         mine = encode(self._state.config.rack or os.environ.get("TIEREDCKPT_RACK"))
-        told = await exchange(self._group.communicator, "replicas/rack", mine, timeout=self._group.deadline)
+        racks = await exchange(self._group.communicator, "replicas/rack", mine, timeout=self._group.deadline)
         named: dict[str, str | None] = {}
-        for node, data in zip(self._group.nodes, told, strict=True):
+        for node, data in zip(self._group.nodes, racks, strict=True):
             named[node] = decode(data, str | None)
         if not any(named.values()):
             return None
@@ -169,11 +169,11 @@ class Replication:
                 f"{format_size(limit)}; lower `capacity` or `replicas` of tier {self._own.name!r}"
             )
 
-    async def _learn(self, said: dict[int, bytes]) -> bytes:
+    async def _learn(self, answers: dict[int, bytes]) -> bytes:
         """At rank 0: note which rank has which parts; if one rank has no memory for replicas, none keeps any."""
-        if _LACKING in said.values():
+        if _LACKING in answers.values():
             return _LACKING
-        for rank, data in said.items():
+        for rank, data in answers.items():
             has: _Has = decode(data, _Has)
             for part, steps in ({rank: has.own} | has.kept).items():
                 for step in steps:
@@ -228,15 +228,15 @@ class Replication:
         self._has.setdefault(step, {}).setdefault(part, set()).add(rank)
 
     async def lead(self) -> None:
-        """At rank 0: order copies whenever some are missing, until cancelled."""
+        """At rank 0: request copies whenever some are missing, until cancelled."""
         if self.copies == 1:
             return
         while True:
-            order = self._next()
-            if order is None:
+            request = self._next()
+            if request is None:
                 await self._state.changed.wait()
                 continue
-            await self._carry_out_by_all(order)
+            await self._replicate_on_all(request)
 
     def _next(self) -> Replicate | None:
         """The missing copies of the newest step, if they can be made."""
@@ -257,13 +257,13 @@ class Replication:
         self._ordered += 1
         return Replicate(self._ordered, step.step, step.serial, tuple(copies))
 
-    async def _carry_out_by_all(self, order: Replicate) -> None:
-        step = StepId(order.serial, order.step)
+    async def _replicate_on_all(self, request: Replicate) -> None:
+        step = StepId(request.serial, request.step)
         begin = time.monotonic()
-        self._group.publish(order)
-        topic, failure, sent = f"replicas/done/{order.number}", None, 0
+        self._group.publish(request)
+        topic, failure, sent = f"replicas/done/{request.number}", None, 0
         patience = self._group.deadline + self._own.steps.held[step].record.nbytes / self._slowest
-        mine = encode(await self._copy(order))
+        mine = encode(await self._copy(request))
         ranks: tuple[int, ...] = ()
         try:
             came = await gather(self._group.communicator, topic, mine, timeout=patience)
@@ -276,7 +276,7 @@ class Replication:
             failure = Failure.of(error)
             ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
         if failure is None:
-            for part, _, rank in order.copies:
+            for part, _, rank in request.copies:
                 self._note(step, part, rank)
                 if rank == part:
                     self._commits.homes.get(step, {}).pop(part, None)
@@ -284,9 +284,9 @@ class Replication:
         else:
             self._tried.add(step)
         seconds = time.monotonic() - begin
-        news = Replicated(order.step, order.serial, self.copies, sent, seconds, failure, ranks)
-        self._group.publish(news)
-        await self.apply_news(news)
+        result = Replicated(request.step, request.serial, self.copies, sent, seconds, failure, ranks)
+        self._group.publish(result)
+        await self.apply_result(result)
 
     @property
     def _slowest(self) -> float:
@@ -295,24 +295,30 @@ class Replication:
 
     # -- every rank ---------------------------------------------------------------------------------------
 
-    def apply_order(self, order: Replicate) -> None:
-        """Begin to make the copies that an order of rank 0 asks of this rank."""
-        self._group.start(self._copy_and_tell(order), f"copies of step {order.step}")
+    def apply_request(self, request: Replicate) -> None:
+        """Begin to make the copies that a request of rank 0 asks of this rank."""
+        self._group.start(self._copy_and_report(request), f"copies of step {request.step}")
 
-    async def _copy_and_tell(self, order: Replicate) -> None:
-        copied = encode(await self._copy(order))
-        await self._group.communicator.send([COORDINATOR], f"replicas/done/{order.number}", copied)
+    async def _copy_and_report(self, request: Replicate) -> None:
+        copied = encode(await self._copy(request))
+        await self._group.communicator.send([COORDINATOR], f"replicas/done/{request.number}", copied)
 
-    async def _copy(self, order: Replicate) -> _Copied:
-        step = StepId(order.serial, order.step)
-        giving = [self._give(order, step, part, to) for part, giver, to in order.copies if giver == self._group.rank]
-        taking = [self._keep(order, part, giver) for part, giver, to in order.copies if to == self._group.rank]
-        ended = await asyncio.gather(*giving, *taking, return_exceptions=True)
+    async def _copy(self, request: Replicate) -> _Copied:
+        step = StepId(request.serial, request.step)
+        sending = [
+            self._send_part(request, step, part, to)
+            for part, source, to in request.copies
+            if source == self._group.rank
+        ]
+        receiving = [
+            self._receive_part(request, part, source) for part, source, to in request.copies if to == self._group.rank
+        ]
+        ended = await asyncio.gather(*sending, *receiving, return_exceptions=True)
         failures = [end for end in ended if isinstance(end, BaseException)]
         for failure in failures:
             if not isinstance(failure, TieredCkptError):
                 _log.error("%s: unexpected failure of a copy", step, exc_info=failure)
-        sent = sum(end for end in ended[: len(giving)] if isinstance(end, int))
+        sent = sum(end for end in ended[: len(sending)] if isinstance(end, int))
         return _Copied(sent, Failure.of(failures[0]) if failures else None, self._at_fault(failures))
 
     def _at_fault(self, failures: Sequence[BaseException]) -> tuple[int, ...]:
@@ -324,20 +330,20 @@ class Replication:
                 found.add(failure.rank if isinstance(failure, Refused) else self._group.rank)
         return tuple(sorted(found))
 
-    def _transfer(self, order: Replicate, part: int) -> Transfer:
-        number = order.number * self._group.size + part
+    def _transfer(self, request: Replicate, part: int) -> Transfer:
+        number = request.number * self._group.size + part
         return Transfer(self._group.communicator, number, self._group.deadline)
 
-    async def _give(self, order: Replicate, step: StepId, part: int, to: int) -> int:
+    async def _send_part(self, request: Replicate, step: StepId, part: int, to: int) -> int:
         here = [
             self._own if part == self._group.rank else self.kept.get(part),
             self._commits.folders.get(step, {}).get(part),
         ]
         tier = next((tier for tier in here if tier is not None and tier.steps.has_own(step)), self._own)
-        return await send_part(self._state, self._transfer(order, part), tier, step, to, self._pace)
+        return await send_part(self._state, self._transfer(request, part), tier, step, to, self._pace)
 
-    async def _keep(self, order: Replicate, part: int, source: int) -> None:
-        transfer = self._transfer(order, part)
+    async def _receive_part(self, request: Replicate, part: int, source: int) -> None:
+        transfer = self._transfer(request, part)
         if part != self._group.rank:
             await receive_part(self._state, transfer, self.kept[part], source, self._let_older_go)
             return
@@ -360,26 +366,26 @@ class Replication:
         if isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
             if step not in self._state.records() and any(step in tier.steps.parts for tier in self.kept.values()):
-                self._group.start(self._let_go(step), f"giving back of copies of {step}")
+                self._group.start(self._let_go(step), f"eviction of copies of {step}")
 
     async def _let_go(self, step: StepId) -> None:
         for tier in self.kept.values():
             await self._collector.evictor.let_part_go(step, tier)
 
-    async def apply_news(self, news: Replicated) -> None:
+    async def apply_result(self, result: Replicated) -> None:
         """Drop older copies if those of a step are complete; report it if they are not."""
-        step = StepId(news.serial, news.step)
-        if news.failure is not None:
-            error = news.failure.error()
+        step = StepId(result.serial, result.step)
+        if result.failure is not None:
+            error = result.failure.error()
             _log.warning("%s could not be copied to other nodes: %s", step, error)
-            self._state.events.emit(ReplicationFailed(news.step, news.serial, news.ranks, error))
+            self._state.events.emit(ReplicationFailed(result.step, result.serial, result.ranks, error))
             return
-        self._state.membership.replicated = {step: news.copies}
+        self._state.membership.replicated = {step: result.copies}
         for tier in self.kept.values():
             for older in [held for held in tier.steps.parts if held < step]:
                 try:
                     await self._collector.evictor.let_part_go(older, tier)
                 except TieredCkptError as error:
                     _log.warning("a copy of %s stays: %s", older, error)
-        self._state.events.emit(StepReplicated(news.step, news.serial, news.copies, news.sent, news.seconds))
+        self._state.events.emit(StepReplicated(result.step, result.serial, result.copies, result.sent, result.seconds))
         self._state.changed.notify()

@@ -1,1 +1,1 @@
-"""A restore by many ranks: `rendezvous` brings them together, `plan` says who reads what, `transfer` sends it on."""
+"""A restore by many ranks: `rendezvous` starts it, `plan` assigns chunks to ranks, `transfer` sends them."""

@@ -45,7 +45,7 @@ class Rendezvous:
         self._asking: dict[int, int] = {}
         """At rank 0: the ranks that wait, and how often each has asked."""
         self._called: dict[int, int] = {}
-        """Those of them that are to confirm, and the ask that each is to confirm."""
+        """Ranks that are to confirm, and the request that each is to confirm."""
         self._here: set[int] = set()
         """Ranks that have confirmed."""
         self._came = Notification()
@@ -83,7 +83,7 @@ class Rendezvous:
         return met
 
     def _ask_who_waits(self) -> None:
-        """When all have asked, ask those with a new ask to confirm it."""
+        """When all ranks have asked, request a confirmation of those that asked again."""
         if len(self._asking) == len(self._group.others):
             asks = {rank: ask for rank, ask in self._asking.items() if self._called.get(rank) != ask}
             if asks:
@@ -113,30 +113,30 @@ class Rendezvous:
         finally:
             self._waiting = None
 
-    def heard(self, rank: int, said: RestoreRequested | RestoreJoined | RestoreWithdrawn) -> None:
+    def apply_report(self, rank: int, message: RestoreRequested | RestoreJoined | RestoreWithdrawn) -> None:
         """At rank 0: a rank asks for a restore, confirms its ask, or has given up."""
-        match said:
+        match message:
             case RestoreRequested():
-                self._asking[rank] = said.number
+                self._asking[rank] = message.number
                 self._here.discard(rank)
-            case RestoreJoined() if self._asking.get(rank) == said.number:
+            case RestoreJoined() if self._asking.get(rank) == message.number:
                 self._here.add(rank)
-            case RestoreWithdrawn() if self._asking.get(rank) == said.number:
+            case RestoreWithdrawn() if self._asking.get(rank) == message.number:
                 del self._asking[rank]
                 self._here.discard(rank)
         self._came.notify()
 
-    def apply(self, said: RendezvousOpened | RendezvousComplete) -> None:
+    def apply(self, message: RendezvousOpened | RendezvousComplete) -> None:
         """At other ranks: rank 0 asks this rank to confirm, or answers it."""
-        if isinstance(said, RendezvousComplete) and not said.missing:
-            self._met(said.epoch)
-        if self._group.rank not in said.asks:
+        if isinstance(message, RendezvousComplete) and not message.missing:
+            self._met(message.epoch)
+        if self._group.rank not in message.asks:
             return
-        waiting = self._waiting if said.asks[self._group.rank] == self._asked else None
+        waiting = self._waiting if message.asks[self._group.rank] == self._asked else None
         if waiting is not None and not waiting.done():
-            if isinstance(said, RendezvousComplete):
-                waiting.set_result(said)
+            if isinstance(message, RendezvousComplete):
+                waiting.set_result(message)
             else:
                 self._group.report(RestoreJoined(self._asked))
-        elif isinstance(said, RendezvousComplete) and not said.missing:  # given up after it confirmed
-            self._absent(said.epoch)
+        elif isinstance(message, RendezvousComplete) and not message.missing:  # given up after it confirmed
+            self._absent(message.epoch)

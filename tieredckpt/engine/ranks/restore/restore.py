@@ -185,8 +185,8 @@ class CollectiveRestores:
 
     # -- the choice of step -------------------------------------------------------------------------------
 
-    async def _choose(self, said: dict[int, bytes]) -> bytes:
-        asked: dict[int, _Asked] = {rank: decode(data, _Asked) for rank, data in said.items()}
+    async def _choose(self, answers: dict[int, bytes]) -> bytes:
+        asked: dict[int, _Asked] = {rank: decode(data, _Asked) for rank, data in answers.items()}
         for each in asked.values():
             await self._forget(each.gone)
         ours = asked[COORDINATOR].wanted
