@@ -45,13 +45,13 @@ def measure_exports(spec: ExportSpec) -> dict[str, float]:
         cast, cast_write = _beside_writes(spec, state, limits, "bf16")
     finally:
         limits.close()
-    alone, beside = _stalls(spec, state, limits.into)
+    stalls = _stalls(spec, state, limits.into)
     return {
         "export_s": export,
         "export_over_direct_write": export / write,
         "export_cast_s": cast,
         "export_cast_over_direct_write": cast / cast_write,
-        "export_stall_ratio": beside / alone,
+        **({} if stalls is None else {"export_stall_ratio": stalls[1] / stalls[0]}),
     }
 
 
@@ -73,8 +73,11 @@ def _beside_writes(spec: ExportSpec, state: State, limits: Limits, cast: str | N
     return statistics.median(exports), statistics.median(writes)
 
 
-def _stalls(spec: ExportSpec, state: State, other: State) -> tuple[float, float]:
-    """Seconds until `save` returns while nothing is exported, and while the step before is, in turns."""
+def _stalls(spec: ExportSpec, state: State, other: State) -> tuple[float, float] | None:
+    """Seconds until `save` returns while nothing is exported, and while the step before is, in turns.
+
+    None where no export lasted as long as the save beside it.
+    """
     ended: queue.Queue[Event] = queue.Queue()
     alone: list[float] = []
     beside: list[float] = []
@@ -87,12 +90,13 @@ def _stalls(spec: ExportSpec, state: State, other: State) -> tuple[float, float]
             while ended.empty() and store.export_infos()[0].exporting is None:
                 time.sleep(_GLANCE)
             second = seconds(partial(store.save, step + 1, other))
+            exported_beside = ended.empty()
             for each in (step, step + 1):
                 _exported(each, ended)
-            if step:
+            if step and exported_beside:  # else a part of the save had the machine for itself
                 alone.append(first)
                 beside.append(second)
-    return statistics.median(alone), statistics.median(beside)
+    return (statistics.median(alone), statistics.median(beside)) if alone else None
 
 
 def _exported(step: int, ended: queue.Queue[Event]) -> StepExported:

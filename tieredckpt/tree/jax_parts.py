@@ -6,8 +6,9 @@ whose shards lie on several, it would be the state once more.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -32,6 +33,9 @@ class Parts:
     """Of the leaf in the array."""
     shards: Sequence[tuple[_Offset, jax.Array]]
     """Those that differ: where each begins in the array, and its data, on one device."""
+    _whole: dict[_Offset, npt.NDArray[Any]] = field(default_factory=dict)
+    """Copies on the host of shards whose device has no memory for a box of them."""
+    _guards_whole: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, box: tuple[slice, ...]) -> npt.NDArray[Any]:
         """A box of the leaf: a view where one shard on the host has it, else a copy. Raises as jax does."""
@@ -43,7 +47,7 @@ class Parts:
             highs = [min(end, start + size) for end, start, size in zip(ends, offset, data.shape, strict=True)]
             if any(low >= high for low, high in zip(lows, highs, strict=True)):
                 continue
-            here = _host(data, [low - start for low, start in zip(lows, offset, strict=True)], _less(highs, lows))
+            here = self._host(offset, data, _less(lows, offset), _less(highs, lows))
             if (lows, highs) == (starts, ends):
                 return here
             if found is None:
@@ -51,6 +55,25 @@ class Parts:
             found[tuple(map(slice, _less(lows, starts), _less(highs, starts)))] = here
         assert found is not None, "the shards are all of the array"
         return found
+
+    def _host(self, offset: _Offset, data: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> npt.NDArray[Any]:
+        """A box of the shard at ``offset``."""
+        box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        if _is_here(data):
+            view: npt.NDArray[Any] = np.asarray(data)
+            return view[box]
+        if tuple(sizes) != data.shape and offset not in self._whole:
+            try:
+                return np.asarray(_slice(data, starts, sizes))
+            except RuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+        if tuple(sizes) == data.shape:
+            return _copied(data)
+        with self._guards_whole:  # one copy serves all boxes
+            if offset not in self._whole:
+                self._whole[offset] = _copied(data)
+        return self._whole[offset][box]
 
 
 def parts(leaf: ArrayLeaf) -> Parts | None:
@@ -68,23 +91,18 @@ def parts(leaf: ArrayLeaf) -> Parts | None:
     return Parts(tuple(starts), [*shards.items()])
 
 
-def _host(data: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> npt.NDArray[Any]:
-    """A box of an array of one device."""
-    box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    if _is_here(data):
-        view: npt.NDArray[Any] = np.asarray(data)
-        return view[box]
-    if tuple(sizes) != data.shape:
-        try:
-            with jax.transfer_guard("allow"):  # of where it begins
-                return np.asarray(jax.lax.dynamic_slice(data, starts, sizes))
-        except RuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
+def _copied(data: jax.Array) -> npt.NDArray[Any]:
     # Another array of the same memory: what NumPy makes of it goes with it.
     other: Any = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-    whole: npt.NDArray[Any] = np.asarray(other)
-    return whole[box]
+    return np.asarray(other)
+
+
+def _slice(data: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> jax.Array:
+    """A box of an array of one device, on that device."""
+    if max(starts) > np.iinfo(np.int32).max:  # to which jax may cut the starts of a dynamic slice
+        return jax.lax.slice(data, starts, [start + size for start, size in zip(starts, sizes, strict=True)])
+    with jax.transfer_guard("allow"):  # of where it begins
+        return jax.lax.dynamic_slice(data, starts, sizes)
 
 
 def _is_here(array: Any) -> bool:

@@ -258,6 +258,32 @@ def test_boxes_of_an_array_without_a_view_are_read_alone_and_nothing_is_kept_wit
     subprocess.run([sys.executable, "-c", READ], env=environment, check=True)
 
 
+def test_a_box_that_begins_beyond_two_billion_is_read_where_it_begins() -> None:
+    """Jax cuts the starts of a dynamic slice to 32 bits and says nothing."""
+    large = jax.ShapeDtypeStruct((3_000_000_100,), np.uint8)
+    text = str(jax.make_jaxpr(lambda data: jax_parts._slice(data, [3_000_000_000], [16]))(large))
+    assert "start_indices=(3000000000,)" in text
+
+
+def test_a_full_device_gives_an_array_once_and_not_for_every_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> jax.Array:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    copied = []
+    copy = jax_parts._copied
+    monkeypatch.setattr(jax_parts, "_is_here", lambda _: False)
+    monkeypatch.setattr(jax_parts, "_slice", full)
+    monkeypatch.setattr(jax_parts, "_copied", lambda data: copied.append(data) or copy(data))
+    array = jnp.arange(16.0).reshape(4, 4)
+    leaf = as_array_leaf("w", array)
+    assert isinstance(leaf, ArrayLeaf)
+    read = host_reader(leaf)
+    assert read is not None
+    for row in range(4):
+        assert np.array_equal(read((slice(row, row + 1), slice(0, 4))), array[row : row + 1])
+    assert len(copied) == 1
+
+
 def test_what_is_read_of_an_array_given_away_is_told_as_of_one_with_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_parts, "_is_here", lambda _: False)
     array = jnp.zeros((4, 4))

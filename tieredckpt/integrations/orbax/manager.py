@@ -123,6 +123,8 @@ class CheckpointManager:
         # Without a tier a step has lossy copies alone, which no method of Orbax asks for.
         found = {info.step: _known(info) for info in self.store.steps() if info.tiers and not info.off_branch}
         self._steps = [found[step] for step in sorted(found)]
+        if self._saved is not None and self._saved.step in found:
+            self._saved = None
 
     def metrics(self, step: int) -> dict[str, float] | None:
         """What was given to `save` as metrics; None for a step without."""
