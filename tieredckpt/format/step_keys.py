@@ -97,6 +97,8 @@ def entries_of(names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: in
                 _kept.append(_kept.pop(i))
                 return entries
     made = Entries(names, grids, record_parts)
+    if made.nbytes > _KEPT_BYTES:  # it would take the place of all others, and then its own
+        return made
     with _guards_kept:
         _kept.append(made)
         while len(_kept) > _KEPT_TREES or sum(entries.nbytes for entries in _kept) > _KEPT_BYTES:

@@ -39,7 +39,7 @@ _GIVES = frozenset(
 
 def to_be_read() -> str | None:
     """The profile that the environment or the files of AWS tell to use; None where the environment has credentials."""
-    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1"):
+    if os.environ.get("AWS_ACCESS_KEY_ID") or _unsigned():
         return None
     if (name := os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")) is not None:
         return name
@@ -67,6 +67,10 @@ def provider(tier: str, profile: str, told_by: str) -> Any:
         raise Invalid(f"tier {tier!r}: the profile {profile!r} gives no credentials: {error}") from error
 
 
+def _unsigned() -> bool:
+    return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1")
+
+
 def _gives(variable: str) -> bool:
     """Whether the default profile gives credentials, by one of the two files."""
     return not _GIVES.isdisjoint(_settings(os.environ.get(variable) or _FILES[variable], "default"))
@@ -76,6 +80,8 @@ def for_tensorstore() -> dict[str, str] | None:
     """Where the credentials are, as TensorStore's ``aws_credentials`` says it; None where it has no word for that."""
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return {"type": "environment"}
+    if _unsigned():
+        return {"type": "anonymous"}
     paths = {of: str(Path(os.environ.get(of) or usual).expanduser()) for of, usual in _FILES.items()}
     if (profile := to_be_read()) is not None:
         keys, config = paths.values()
@@ -87,7 +93,8 @@ def for_tensorstore() -> dict[str, str] | None:
     if os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return None
     in_container = {"AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"} & {*os.environ}
-    return {"type": "ecs" if in_container else "imds"}
+    # Not "imds", although an instance may give some: with that, a public bucket could not be read without any.
+    return {"type": "ecs"} if in_container else None
 
 
 def _settings(path: str, profile: str) -> frozenset[str]:

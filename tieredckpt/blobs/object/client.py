@@ -128,9 +128,11 @@ class Client:
                 await asyncio.shield(running)
             except asyncio.CancelledError:
                 cancelled = True
-                await outlast(asyncio.ensure_future(asyncio.wait([running], timeout=_ABORTS_WITHIN)))
-                running.cancel()
-                await outlast(running)
+                try:
+                    await outlast(asyncio.ensure_future(asyncio.wait([running], timeout=_ABORTS_WITHIN)))
+                finally:  # also of a second cancellation
+                    running.cancel()
+                    await outlast(running)
                 raise
             except Exception as error:
                 if isinstance(given_up, TieredCkptError):

@@ -159,6 +159,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
             known = known.at_version(tier.format_version)
             await marker_file.write(tier.store, known)  # before the first compressed chunk; earlier versions refuse it
         tier.marker = known
+    state.changed.notify()  # who waits for a step may find it now
     if ram is not None:
         await note_owner(state)
         if writes and ram.store.notice and state.membership.size == 1:  # of several, rank 0 says it for all

@@ -20,7 +20,7 @@ from tieredckpt.concurrency import in_thread, together, until_done
 from tieredckpt.engine import limits
 from tieredckpt.engine.restoring.inlet import Inlet, landing_together
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece, Target, deliver, pieces_of, put_small
-from tieredckpt.engine.restoring.source import StepSource, pinned
+from tieredckpt.engine.restoring.source import StepSource, pinned, report_silent
 from tieredckpt.engine.restoring.targets import check_targets
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.ram import Ram
@@ -129,7 +129,13 @@ async def _from_other_tiers(
             break
         if tier is asked or tier is source.tier or (source.near is not None and not tier.shared):
             continue
-        async with pinned(tier, source.step):
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(pinned(tier, source.step))
+            except (NotFound, TierUnavailable) as error:  # it left, or does not answer: the next tier may have it
+                source.unreadable.append((tier, error))
+                report_silent(state, tier, error)
+                continue
             there, pieces = await source.on_another_tier(tier, pieces)
             pieces += await _counted(sources, tier, there, read_pieces(state, source, tier, there))
     return pieces
@@ -243,8 +249,14 @@ async def _from_packs(
     """Read runs of extents in one encoding, several at a time; returns the pieces that were not intact."""
     failed: list[Piece] = []
     waiting = deque(_runs(pieces, encoding))
-    traits = tier.store.traits
-    if encoding.raw and traits.digested_reads and isinstance(tier.store, GetDigested):
+    try:
+        store = tier.store
+    except TierUnavailable as error:  # it was disconnected since
+        for piece in pieces:
+            source.note(tier, piece.key, piece.chunk, error)
+        return pieces
+    traits = store.traits
+    if encoding.raw and traits.digested_reads and isinstance(store, GetDigested):
         read = partial(_digested, state, tier, through_scratch=asyncio.Semaphore(_SCRATCH_RUNS))
         largest = max(run.end - run.offset for run in waiting)
         runs_at_once = min(digested_reads or traits.digested_reads, max(1, limits.in_force.reads_under_way // largest))

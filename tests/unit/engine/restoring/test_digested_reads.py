@@ -11,7 +11,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import flip_chunk, tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_same, config, folder, tree
+from support.scenes import CHUNK, assert_same, config, files_below, folder, ram, tree
 
 from tieredckpt import CheckpointStore, Shard
 from tieredckpt.blobs.base import GetDigested, Stretch
@@ -94,6 +94,23 @@ async def test_what_the_nearest_tier_does_not_deliver_is_read_from_the_next_as_f
     watching.assert_nothing_was_read_twice()
     assert 1 < watching.most <= watching.digested_reads
     assert asked <= len(watching.read) // 2  # runs, not chunks
+
+
+async def test_a_copy_that_has_left_hides_no_intact_one_behind_it(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    saved = tree(1)
+    slower = {name: folder(tmp_path / name) for name in ("near", "far")}
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), **slower})) as store:
+        await (await store.save(1, saved)).reached("far")
+        (manifest,) = (path for path in files_below(shared_memory) if path.name == "manifest.ocdbt")
+        manifest.unlink()  # as another process does that evicts it
+        faults["near"].fail("get_into", NotFound("gone"), key="packs/*", times=None)
+        found = await store.restore(1)
+        faults["near"].clear()
+    assert found is not None
+    assert_same(found.tree, saved)
+    assert "far" in found.sources
 
 
 async def test_every_byte_is_read_once_and_straight_to_where_it_goes(
