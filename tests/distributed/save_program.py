@@ -86,7 +86,7 @@ def die(me: Rank, store: SyncStore) -> None:
     ranked.group.deadline = me.arguments["deadline"]  # from here on: they have met, and go on at the same time
     if me.rank == me.arguments["victim"]:
 
-        async def hang(*_: object) -> None:
+        async def hang(*_: object, **__: object) -> None:
             me.mark("saving")
             await asyncio.Event().wait()
 

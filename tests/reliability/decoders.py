@@ -205,6 +205,10 @@ def _use_step(index: StepIndex) -> None:
     assert decode_step(again.manifest, again.btree, BTREE).record == index.record
 
 
+def _index(btree: bytes, manifest: bytes) -> ocdbt.Index:
+    return ocdbt.Index([btree], manifest)
+
+
 def _decode_both(files: ocdbt.Index | None) -> None:
     """As opening a store does, and then restoring; either may refuse."""
     if files is None:
@@ -345,7 +349,7 @@ DECODERS: tuple[Decoder, ...] = (
         "a step's files",
         _decode_both,
         _FILES,
-        st.builds(ocdbt.Index, tampered_bytes(_FILES.btree, [_FILES.manifest]), tampered_bytes(_FILES.manifest)),
+        st.builds(_index, tampered_bytes(_FILES.btree, [_FILES.manifest]), tampered_bytes(_FILES.manifest)),
     ),
     Decoder(
         "the tree's structure",

@@ -150,7 +150,6 @@ def test_a_step_lasts_long_enough_to_hide_the_copy_and_what_is_waited_is_beyond_
     assert found.forward_s >= 1.5 * found.copy_out_s
     _, lazy, waiting = found.rows
     assert lazy.waited_s < found.copy_out_s, "the copy is hidden"
-    assert lazy.plain_s >= 1.3 * found.copy_out_s
     assert waiting.waited_s >= 0.1
 
 
