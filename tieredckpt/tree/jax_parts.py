@@ -62,14 +62,14 @@ class Parts:
         if _is_here(data):
             view: npt.NDArray[Any] = np.asarray(data)
             return view[box]
-        if tuple(sizes) != data.shape and offset not in self._whole:
+        if tuple(sizes) == data.shape:
+            return _copied(data)
+        if offset not in self._whole:
             try:
                 return np.asarray(_slice(data, starts, sizes))
             except RuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-        if tuple(sizes) == data.shape:
-            return _copied(data)
         with self._guards_whole:  # one copy serves all boxes
             if offset not in self._whole:
                 self._whole[offset] = _copied(data)

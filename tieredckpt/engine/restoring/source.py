@@ -370,7 +370,7 @@ def _level(state: State, error: TieredCkptError) -> int:
 
 
 def report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:
-    """Have a tier that does not answer left alone for a while."""
+    """Report a tier that does not answer, so that it is left alone for a while."""
     # Once: of many reads that fail together, each would lengthen the wait until the tier is tried again.
     if isinstance(error, TierUnavailable) and tier.health.error is None and not state.read_only:
         state.report(tier, error)

@@ -78,8 +78,9 @@ class Outlet:
                 try:
                     _gather(stream, batch, landing)
                     stream.record().wait()
-                finally:
-                    stream.finish()  # also after an error: the buffer is used again
+                except BaseException:
+                    stream.finish()  # the buffer is used again
+                    raise
                 together = landing.copy()
             for start in range(0, together.size, size):
                 yield together[start : start + size].view(dtype).reshape(shape)
