@@ -141,7 +141,7 @@ def test_a_way_ends_when_its_time_is_over_but_is_measured_once(
 
 @pytest.mark.usefixtures("shared_memory")
 def test_a_step_lasts_long_enough_to_hide_the_copy_and_what_is_waited_is_beyond_it(tmp_path: Path) -> None:
-    """The training is not asked for what no library can do, and its own passes are not the save's."""
+    """A step of the training lasts at least 1.5 times the copy; `waited_s` counts what a save adds to it."""
     speed = SPEED / 2
     with FakeDriver(speed=speed) as driver:
         training = FakeTraining(driver, speed)

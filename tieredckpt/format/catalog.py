@@ -128,7 +128,7 @@ def encode_catalog(catalog: Catalog) -> bytes:
 
 
 def decode_catalog(data: bytes, where: str) -> Catalog:
-    """Decode a catalog; its chunks are views of ``data``. Raises `Corrupt` for what no writer would have written."""
+    """Decode a catalog; its chunks are views of ``data``. Raises `Corrupt` if the bytes are not a valid catalog."""
     view = memoryview(data)
     if len(view) < len(_HEAD) + _CRC_SIZE or view[: len(_HEAD)] != _HEAD:
         raise Corrupt(f"{where} is no catalog of version 1")

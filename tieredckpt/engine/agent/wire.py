@@ -35,7 +35,7 @@ _BACKLOG_MAX = 256 << 20
 
 
 class Parted(Exception):
-    """The other side has gone, or sends what no agent or trainer of this version sends."""
+    """The other process ended the connection, or sent a message that this version does not know."""
 
 
 class Silent(Parted):
