@@ -24,10 +24,13 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.space import check_room
 
-__all__ = ["HUGE_PAGE", "Addresses", "give_back", "map_shared", "populate", "private_memory", "reserve"]
+__all__ = ["HUGE_PAGE", "THREADS", "Addresses", "give_back", "map_shared", "populate", "private_memory", "reserve"]
 
 HUGE_PAGE = 2 << 20
 """Bytes, as on x86-64 and as most of ARM has it; where they are larger the kernel refuses, and small pages remain."""
+
+THREADS = min(4, os.cpu_count() or 1)
+"""The kernel clears pages on so many threads."""
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 22, 23, 25  # Linux 5.14, 6.1; not named by the mmap module
@@ -36,8 +39,8 @@ _FAILED = ctypes.c_void_p(-1).value
 
 _STRIDE = 64 << 20
 """Bytes that are made huge pages at a time: each call waits for every processor once."""
-_THREADS = 4
-"""The kernel clears the pages, on as many threads at most."""
+_PIECE = 8 << 20
+"""Bytes of small pages that one thread takes at a time."""
 _REFUSALS = 4
 """After so many strides in a row with a page that could not be had there are taken to be no more."""
 _SLOW = 1.5 / (1 << 30)
@@ -121,7 +124,9 @@ def reserve(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) ->
         if hasattr(os, "posix_fallocate"):
             with contextlib.suppress(OSError, RuntimeError):  # small pages will do, also where no thread can be started
                 _have_huge_pages(fd, mapped.ctypes.data, offset, nbytes)
-        _have_pages(fd, offset, nbytes)
+        # Allocating in the file would clear the pages on one thread, but says what is lacking.
+        if not populate(mapped[offset : offset + nbytes]):
+            _have_pages(fd, offset, nbytes)
     except BaseException:
         give_back(fd, offset, nbytes)
         raise
@@ -135,9 +140,18 @@ def give_back(fd: int, offset: int, nbytes: int) -> None:
 
 
 def populate(mapped: npt.NDArray[np.uint8]) -> bool:
-    """Map the memory that there is, so that who uses it meets no page fault; False where the kernel cannot."""
+    """Take and map all of its memory, so that who uses it meets no page fault; False where that cannot be had."""
     advice = _MADV_POPULATE_WRITE if mapped.flags.writeable else _MADV_POPULATE_READ
-    return _advise(mapped.ctypes.data, mapped.nbytes, advice) == 0
+
+    def fill(offset: int) -> bool:
+        piece = mapped[offset : offset + _PIECE]
+        return _advise(piece.ctypes.data, piece.nbytes, advice) == 0
+
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return all(pool.map(fill, range(0, mapped.nbytes, _PIECE)))
+    except RuntimeError:  # no thread can be started
+        return False
 
 
 class _Speed:
@@ -176,7 +190,7 @@ def _have_huge_pages(fd: int, address: int, offset: int, nbytes: int) -> None:
             _speed.note(stride.stop - stride.start, time.thread_time() - begin)
             refused = refused + 1 if error else 0
 
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         for _ in pool.map(fill, starts):
             pass
 

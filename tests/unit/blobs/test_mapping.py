@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,12 +118,14 @@ def forgotten_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kernel:
-    """Answers `madvise` with these errors, one for each call, and then with success."""
+    """Answers calls for huge pages with these errors, one for each, and then with success; fills no small pages."""
 
     def __init__(self, *errors: int) -> None:
         self.errors, self.calls = list(errors), 0
 
     def __call__(self, address: int, nbytes: int, advice: int) -> int:
+        if advice != mapping._MADV_COLLAPSE:
+            return errno.EINVAL
         self.calls += 1
         return self.errors.pop(0) if self.errors else 0
 
@@ -142,7 +145,7 @@ def test_huge_pages_are_asked_for_until_there_seem_to_be_no_more(
     kernel = Kernel(*errors)
     monkeypatch.setattr(mapping, "_advise", kernel)
     monkeypatch.setattr(mapping, "_STRIDE", HUGE_PAGE)
-    monkeypatch.setattr(mapping, "_THREADS", 1)  # on several, some are asked for by then
+    monkeypatch.setattr(mapping, "THREADS", 1)  # on several, some are asked for by then
     reserve(file, map_shared(file, 16 * MIB, writable=True), 0, 16 * MIB)
     assert kernel.calls == calls
     assert had(file) == 16 * MIB
@@ -155,7 +158,7 @@ def test_small_pages_do_where_huge_ones_come_slowly(file: int, monkeypatch: pyte
     monkeypatch.setattr(mapping, "_advise", kernel)
     monkeypatch.setattr(mapping, "_STRIDE", 2 * HUGE_PAGE)
     monkeypatch.setattr(mapping, "_TRIED_AGAIN_AFTER", 8 * MIB)
-    monkeypatch.setattr(mapping, "_THREADS", 1)
+    monkeypatch.setattr(mapping, "THREADS", 1)
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
     reserve(file, map_shared(file, 32 * MIB, writable=True), 0, 32 * MIB)
     # The first page, then of strides of 4 MiB every third, and what is left at the end.
@@ -176,10 +179,21 @@ def test_the_small_pages_that_huge_ones_are_made_of_are_spread_over_the_nodes(
     file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(mapping, "_advise", lambda *_: 0)
+    monkeypatch.setattr(mapping, "_advise", Kernel())
     monkeypatch.setattr(os, "posix_fallocate", lambda _, offset, nbytes: asked.append(offset))
     reserve(file, map_shared(file, 16 * MIB, writable=True), 0, 16 * MIB)
     assert {offset // ALIGNMENT % 8 for offset in asked[:8]} == set(range(8))  # for any number of nodes up to that
+
+
+def test_what_is_reserved_is_mapped_so_that_a_copy_meets_no_page_fault(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "_have_huge_pages", lambda *_: None)
+    memory = map_shared(file, 16 * MIB, writable=True)
+    reserve(file, memory, 0, 16 * MIB)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    memory[:: mmap.PAGESIZE] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 100, "of 4,096 pages"
 
 
 def test_what_is_given_back_has_no_memory(file: int) -> None:

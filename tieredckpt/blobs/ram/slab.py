@@ -296,7 +296,7 @@ class Slab:
                 while self._unprepared():  # and once more outside: somebody may expect more while this lets go
                     begin = time.monotonic()
                     self._prepare_some()
-                    self._ending.wait((time.monotonic() - begin) * (1 / share - 1))
+                    self._ending.wait((time.monotonic() - begin) * (mapping.THREADS / share - 1))
             finally:
                 self._guards_preparing.release()
 

@@ -315,8 +315,7 @@ def test_memory_is_taken_behind_at_a_share_of_a_processor(monkeypatch: pytest.Mo
         slab.prepare(share=0.2)
         assert slab.reserved == 6 * MIB
         assert len(rests) >= 3
-        assert sum(rests) <= 4 * (time.monotonic() - begin)
-        assert sum(rests) > 0
+        assert 0 < sum(rests) <= (5 * mapping.THREADS - 1) * (time.monotonic() - begin)
 
 
 def test_a_slab_closes_at_once_while_memory_is_taken_behind(monkeypatch: pytest.MonkeyPatch) -> None:
