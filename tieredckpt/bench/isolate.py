@@ -23,7 +23,7 @@ from tieredckpt._decoders import json_decoder
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.errors import TieredCkptError
 
-__all__ = ["Failed", "IsolatedSpec", "Places", "measure_what_is_asked", "places", "run_isolated", "run_together"]
+__all__ = ["Failed", "IsolatedSpec", "measure_what_is_asked", "places", "run_isolated", "run_together"]
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """What the compute loop needs; see `tieredckpt.bench.compute`. Copies of the frameworks go by other threads."""
@@ -48,6 +48,7 @@ class IsolatedSpec(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int
 
 
+R = TypeVar("R")
 S = TypeVar("S", bound=IsolatedSpec)
 
 
@@ -60,6 +61,10 @@ class Places:
     shared: Path
     """Empty, in shared memory."""
     result: Path
+
+    def told(self) -> dict[str, str]:
+        """The folders as a spec names them."""
+        return {"folder": str(self.folder), "shared": str(self.shared), "result": str(self.result)}
 
 
 @contextmanager
@@ -79,14 +84,17 @@ def places(parent: Path) -> Iterator[Places]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def run_isolated(module: str, spec: IsolatedSpec, result: Path, *, timeout: float) -> bytes:
-    """What ``python -m module`` wrote to ``result``, given ``spec`` on its stdin.
+def run_isolated(
+    kind: type[R], module: str, parent: Path, make_spec: Callable[..., IsolatedSpec], *, timeout: float
+) -> R:
+    """What ``python -m module`` has measured, in new folders below ``parent``, which ``make_spec`` is called with.
 
     Raises:
         Failed: as of `run_together`.
     """
-    run_together(module, [(spec, ())], timeout=timeout)
-    return result.read_bytes()
+    with places(parent) as where:
+        run_together(module, [(make_spec(**where.told()), ())], timeout=timeout)
+        return json_decoder(kind).decode(where.result.read_bytes())
 
 
 def run_together(module: str, ranks: Sequence[tuple[IsolatedSpec, Sequence[int]]], *, timeout: float) -> None:

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from tieredckpt._decoders import json_decoder
 from tieredckpt.bench import catalog, exports, small, turn
 from tieredckpt.bench.catalog import CatalogSpec
 from tieredckpt.bench.exports import ExportSpec
-from tieredckpt.bench.isolate import Failed, places, run_isolated, run_together
+from tieredckpt.bench.isolate import Failed, IsolatedSpec, places, run_isolated, run_together
 from tieredckpt.bench.machine import describe_machine, versions
 from tieredckpt.bench.meeting import seats
 from tieredckpt.bench.peers import all_peers
@@ -172,9 +173,7 @@ def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
                 peer=peer.name,
                 workload=workload,
                 nbytes=nbytes // request.ranks,
-                folder=str(where.folder),
-                shared=str(where.shared),
-                result=f"{where.result}-{rank}",
+                **where.told() | {"result": f"{where.result}-{rank}"},
                 repeats=request.repeats if peer.ours or workload == request.workloads[0] else 1,
                 threads=StoreConfig.model_construct().copy_threads,
                 parts=_parts(request, workload, peer),
@@ -193,63 +192,36 @@ def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
     outcome.turns.setdefault(key, []).append(turn.of_all_ranks(told))
 
 
+def _measured(
+    outcome: Outcome, what: str, module: str, make_spec: Callable[..., IsolatedSpec], timeout: float
+) -> dict[str, float]:
+    """Figures of a measurement in a process of its own; none, and why, where that failed."""
+    folder, make_spec = outcome.request.folder, partial(make_spec, repeats=outcome.request.repeats)
+    try:
+        return run_isolated(dict[str, float], module, folder, make_spec, timeout=timeout)
+    except Failed as error:
+        outcome.failed[what] = str(error)
+        return {}
+
+
 def _measure_small(outcome: Outcome, peer: Peer) -> None:
-    request = outcome.request
-    with places(request.folder) as where:
-        spec = SmallSpec(
-            peer=peer.name,
-            folder=str(where.folder),
-            shared=str(where.shared),
-            result=str(where.result),
-            repeats=request.repeats,
-            leaves=request.leaves if peer.ours and peer.capture == "copy" else 0,
-        )
-        try:
-            data = run_isolated(small.__name__, spec, where.result, timeout=_PATIENCE)
-        except Failed as error:
-            outcome.failed[f"{peer.name}, one array"] = str(error)
-            return
-    outcome.small[peer.name] = json_decoder(dict[str, float]).decode(data)
+    leaves = outcome.request.leaves if peer.ours and peer.capture == "copy" else 0
+    spec = partial(SmallSpec, peer=peer.name, leaves=leaves)
+    if found := _measured(outcome, f"{peer.name}, one array", small.__name__, spec, _PATIENCE):
+        outcome.small[peer.name] = found
 
 
 def _measure_exports(outcome: Outcome) -> None:
-    request = outcome.request
-    with places(request.folder) as where:
-        spec = ExportSpec(
-            workload=request.workloads[0],
-            nbytes=request.nbytes,
-            folder=str(where.folder),
-            shared=str(where.shared),
-            result=str(where.result),
-            repeats=request.repeats,
-            threads=StoreConfig.model_construct().copy_threads,
-        )
-        timeout = _PATIENCE + request.nbytes * 7 * (request.repeats + 1) / _SLOWEST
-        try:
-            data = run_isolated(exports.__name__, spec, where.result, timeout=timeout)
-        except Failed as error:
-            outcome.failed["exports"] = str(error)
-            return
-    outcome.exports = json_decoder(dict[str, float]).decode(data)
+    request, threads = outcome.request, StoreConfig.model_construct().copy_threads
+    spec = partial(ExportSpec, workload=request.workloads[0], nbytes=request.nbytes, threads=threads)
+    timeout = _PATIENCE + request.nbytes * 7 * (request.repeats + 1) / _SLOWEST
+    outcome.exports = _measured(outcome, "exports", exports.__name__, spec, timeout)
 
 
 def _measure_catalog(outcome: Outcome) -> None:
-    request = outcome.request
-    with places(request.folder) as where:
-        spec = CatalogSpec(
-            steps=request.steps,
-            chunks=_CATALOG_CHUNKS,
-            folder=str(where.folder),
-            shared=str(where.shared),
-            result=str(where.result),
-            repeats=request.repeats,
-        )
-        try:
-            data = run_isolated(catalog.__name__, spec, where.result, timeout=_PATIENCE + request.steps / 20)
-        except Failed as error:
-            outcome.failed["catalog"] = str(error)
-            return
-    outcome.catalog = json_decoder(dict[str, float]).decode(data)
+    steps = outcome.request.steps
+    spec = partial(CatalogSpec, steps=steps, chunks=_CATALOG_CHUNKS)
+    outcome.catalog = _measured(outcome, "catalog", catalog.__name__, spec, _PATIENCE + steps / 20)
 
 
 def _check_room(request: Request) -> None:
