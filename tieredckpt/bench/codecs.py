@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.rounding import Bound, can_round, round_values
 
-__all__ = ["CodecRow", "larger", "measure_codecs", "rounded"]
+__all__ = ["Chunks", "CodecRow", "larger", "measure_codecs", "rounded"]
 
 _REPEATS = 3
 
@@ -39,6 +39,22 @@ class CodecRow:
     """The largest error of a value that was rounded, relative or absolute as the bound is; None if none was."""
 
 
+class Chunks:
+    """Chunks of arrays, one after the other: of many, one in ``every``."""
+
+    def __init__(self, chunk_size: int, every: int) -> None:
+        self._size, self._every, self._number = chunk_size, every, 0
+
+    def of(self, array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
+        """Copies of the chunks of an array."""
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        part = self._size // array.itemsize * array.itemsize
+        for start in range(0, flat.size, part):
+            self._number += 1
+            if self._number % self._every == 0:
+                yield np.array(flat[start : start + part])
+
+
 def measure_codecs(
     arrays: Iterable[tuple[str, npt.NDArray[Any]]], chunk_size: int, *, every: int = 1, bound: Bound | None = None
 ) -> list[CodecRow]:
@@ -47,19 +63,14 @@ def measure_codecs(
     With a ``bound``, as a tier with a lossy rule for all keys has them. The last rows are those of all arrays.
     """
     rows: dict[tuple[str, str], CodecRow] = {}
+    chunks = Chunks(chunk_size, every)
     room = np.empty(max(encoding.stored_size(chunk_size) for encoding in CODECS.values()), np.uint8)
     into = np.empty(chunk_size, np.uint8)
-    number = 0
     # Beside the main thread, where Blosc would take more than one.
     with ThreadPoolExecutor(1) as thread:
         for key, array in arrays:
-            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            part = chunk_size // array.itemsize * array.itemsize
-            for start in range(0, flat.size, part):
-                number += 1
-                if number % every:
-                    continue
-                chunk, worst = np.array(flat[start : start + part]), None
+            for exact in chunks.of(array):
+                chunk, worst = exact, None
                 if bound is not None and array.ndim > 1 and can_round(array.dtype):
                     chunk, worst = rounded(chunk, array.dtype, bound)
                 for codec, encoding in CODECS.items():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.bench.codecs import larger, rounded
+from tieredckpt.bench.codecs import Chunks, larger, rounded
 from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.config import TierConfig
 from tieredckpt.engine.restoring.rules import as_recorded, first_rules, rounding_of
@@ -41,7 +41,7 @@ class LossyTier:
         """``keys`` are those of all arrays; of many chunks one in ``every`` is looked at."""
         self._rules, self._encoding = as_recorded(config.lossy), CODECS[config.codec]
         self._first = first_rules(self._rules, keys)
-        self._chunk, self._every, self._number = chunk_size, every, 0
+        self._chunks = Chunks(chunk_size, every)
         self._room = np.empty(self._encoding.stored_size(chunk_size), np.uint8)
         self.rows = [RuleRow(config.name, rule.keys, rule.says) for rule in config.lossy]
         self.rows.append(RuleRow(config.name, (), "exact"))
@@ -55,13 +55,8 @@ class LossyTier:
         bound = None
         if rule is not None and array.nbytes > INLINE_MAX:
             bound = rounding_of(rule, key, array.ndim, array.dtype)
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        part = self._chunk // array.itemsize * array.itemsize
-        for start in range(0, flat.size, part):
-            self._number += 1
-            if self._number % self._every:
-                continue
-            chunk = np.array(flat[start : start + part])
+        for exact in self._chunks.of(array):
+            chunk = exact
             row.nbytes += chunk.size
             if rule is not None and rule.drop:
                 continue
