@@ -12,7 +12,7 @@ import numpy.typing as npt
 import typer
 
 from tieredckpt.cli.console import LOSSY, bar, errors, output, print_json, print_table, printable
-from tieredckpt.cli.opening import Json, Lossy, Step, StorePath, reading
+from tieredckpt.cli.opening import Json, Keys, Lossy, Step, StorePath, reading
 from tieredckpt.cli.show import shape_text
 from tieredckpt.config.tiers import refuse_url
 from tieredckpt.engine.inventory import StepDetails
@@ -30,10 +30,7 @@ _FIRST = 4
 def restore(
     store: StorePath,
     step: Step = None,
-    keys: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only these keys or patterns (params/**); repeat for more."),
-    ] = None,
+    keys: Keys = None,
     to: Annotated[
         str | None, typer.Option(metavar="FILE.npz|FOLDER", help="Extract to a new .npz or folder of .npy.")
     ] = None,
