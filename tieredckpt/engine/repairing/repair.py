@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,18 +87,17 @@ async def _repair_inline(
     repaired: dict[str, ArrayIndex] = {}
     origin: list[tuple[str, str, int]] = []
     async with open_source(state, step, tier) as source:
-        for key, array in source.index.arrays.items():
-            for ordinal, chunk in enumerate(array.chunks):
-                if chunk.digest not in chunks or isinstance(chunk.where, Extent):
+        for key, array, ordinal, chunk in _places(source, chunks):
+            if isinstance(chunk.where, Extent):
+                continue
+            nbytes = array.grid.cell_nbytes
+            async with state.scratch.lend(aligned(nbytes)) as memory:
+                if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
                     continue
-                nbytes = array.grid.cell_nbytes
-                async with state.scratch.lend(aligned(nbytes)) as memory:
-                    if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
-                        continue
-                    origin.append((key, good.name, nbytes))
-                    better = [*repaired.get(key, array).chunks]
-                    better[ordinal] = Chunk(chunk.digest, memory[:nbytes].tobytes())
-                    repaired[key] = ArrayIndex(array.grid, array.dtype, better)
+                origin.append((key, good.name, nbytes))
+                better = [*repaired.get(key, array).chunks]
+                better[ordinal] = Chunk(chunk.digest, memory[:nbytes].tobytes())
+                repaired[key] = ArrayIndex(array.grid, array.dtype, better)
     if repaired:
         index = StepIndex(source.index.record, {**source.index.arrays, **repaired})
         why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(repaired))!r} in the index are damaged")
@@ -113,19 +112,18 @@ async def _repair_slab(
 ) -> list[Unrepaired]:
     left: list[Unrepaired] = []
     async with open_source(state, step, tier) as source:
-        for key, array in source.index.arrays.items():
-            for ordinal, chunk in enumerate(array.chunks):
-                if chunk.digest not in chunks or not isinstance(chunk.where, Extent):
+        for key, array, ordinal, chunk in _places(source, chunks):
+            if not isinstance(chunk.where, Extent):
+                continue
+            chunks.pop(chunk.digest)
+            nbytes = array.grid.cell_nbytes
+            async with state.scratch.lend(aligned(nbytes)) as memory:
+                if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
                     continue
-                chunks.pop(chunk.digest)
-                nbytes = array.grid.cell_nbytes
-                async with state.scratch.lend(aligned(nbytes)) as memory:
-                    if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
-                        continue
-                    lies_at = ram.memory(chunk.where)[:nbytes]
-                    await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
-                    ram.index.trust(chunk.digest, chunk.where.offset)
-                state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, good.name, nbytes))
+                lies_at = ram.memory(chunk.where)[:nbytes]
+                await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
+                ram.index.trust(chunk.digest, chunk.where.offset)
+            state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, good.name, nbytes))
     return left
 
 
@@ -137,19 +135,15 @@ async def _repair_packs(
     origin: dict[bytes, tuple[str, int]] = {}
     left: list[Unrepaired] = []
     async with open_source(state, step, tier) as source:
-        for key, array in source.index.arrays.items():
-            for ordinal, chunk in enumerate(array.chunks):
-                if (
-                    not isinstance(chunk.where, Extent)
-                    or chunk.digest not in chunks.keys() - origin.keys() - lost.keys()
-                ):
-                    continue
-                nbytes = array.grid.cell_nbytes
-                async with state.scratch.lend(aligned(nbytes)) as memory:
-                    if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
-                        lost[chunk.digest] = chunk.where
-                    else:
-                        origin[chunk.digest] = good.name, nbytes
+        for key, array, ordinal, chunk in _places(source, chunks):
+            if not isinstance(chunk.where, Extent) or chunk.digest in origin or chunk.digest in lost:
+                continue
+            nbytes = array.grid.cell_nbytes
+            async with state.scratch.lend(aligned(nbytes)) as memory:
+                if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
+                    lost[chunk.digest] = chunk.where
+                else:
+                    origin[chunk.digest] = good.name, nbytes
     async with tier.packs.guard:
         for digest in chunks:
             tier.packs.forget(digest)  # also what is lost: a step to come that has it writes it anew
@@ -160,6 +154,14 @@ async def _repair_packs(
         state.events.emit(ChunkRepaired(step.step, chunks[digest].key, tier.name, name, nbytes))
     await collector.collect(tier, orphans=False)
     return left
+
+
+def _places(source: StepSource, chunks: Container[bytes]) -> Iterator[tuple[str, ArrayIndex, int, Chunk]]:
+    """Where the damaged chunks are: key of the array, the array, ordinal in it, and the chunk."""
+    for key, array in source.index.arrays.items():
+        for ordinal, chunk in enumerate(array.chunks):
+            if chunk.digest in chunks:
+                yield key, array, ordinal, chunk
 
 
 async def _read_good(
