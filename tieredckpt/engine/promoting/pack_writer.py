@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +25,22 @@ from tieredckpt.format.layout import aligned
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import PackEntry, encode_footer
 
-__all__ = ["Batch", "Payload", "seal", "seal_all", "write_packs"]
+__all__ = ["Batch", "Need", "Payload", "seal", "seal_all", "write_packs"]
 
 
 _BLOCK = 256 << 10
 """Bytes that are borrowed at a time to carve pages from."""
+
+
+class Need(NamedTuple):
+    """A chunk of a step that a tier lacks, and one place where it occurs."""
+
+    digest: bytes
+    key: str
+    """Of the array."""
+    ordinal: int
+    """Of the chunk in the array."""
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
