@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from tieredckpt.devices.base import Bytes, Device, DeviceFull, Driver, Event, Stream
+from tieredckpt.devices.base import Bytes, Device, DeviceFull, Driver, Event, Stream, address
 from tieredckpt.devices.strided import raw_bytes
 from tieredckpt.errors import DeviceUnavailable
 from tieredckpt.units import format_size
@@ -147,11 +147,11 @@ class _CudaDevice:
 class _CudaDriver:
     def register(self, memory: Bytes) -> None:
         # On a thread that launches no kernel later: a refusal stays that thread's last error.
-        code = torch.cuda.cudart().cudaHostRegister(_address(memory), memory.nbytes, _PORTABLE)
+        code = torch.cuda.cudart().cudaHostRegister(address(memory), memory.nbytes, _PORTABLE)
         self._check("cudaHostRegister", code)
 
     def unregister(self, memory: Bytes) -> None:
-        self._check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(_address(memory)))
+        self._check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address(memory)))
 
     def _check(self, what: str, code: Any) -> None:
         if int(code) != 0:
@@ -194,7 +194,3 @@ def devices() -> dict[Device, str]:
 def device_of(tensor: Any) -> Device:
     """The device of a CUDA tensor."""
     return _device(tensor.device.index)
-
-
-def _address(memory: Bytes) -> int:
-    return int(memory.__array_interface__["data"][0])
