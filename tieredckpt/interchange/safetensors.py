@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt._batches import batches
 from tieredckpt.config.formats import Files
 from tieredckpt.engine.exporting.content import StepContent
 from tieredckpt.engine.inventory import ArrayInfo
@@ -178,7 +179,8 @@ def _stream(
     if files.single and shard_size is not None:
         raise Invalid("shard_size: the export is one file; give the path of a folder, or leave the size out")
     tensors = _named(step, None if cast is None else CASTS[cast], Names(rename or {}))
-    shards = [tensors] if files.single else _shards(tensors, _SHARD if shard_size is None else shard_size)
+    largest = _SHARD if shard_size is None else shard_size
+    shards = [tensors] if files.single else [*batches(tensors, lambda tensor: tensor.nbytes, largest)]
     if len(shards) == 1:
         return _write_file(step, files, "model.safetensors", tensors)
     written: dict[str, bytes] = {}
@@ -218,18 +220,6 @@ def _named(step: StepContent, cast: np.dtype[Any] | None, names: Names) -> list[
             raise Invalid(f"array {spec.key!r}: safetensors has no dtype {dtype}; leave it out with a part or keys")
         found.append(_Tensor(name, infos[spec.key], dtype))
     return found
-
-
-def _shards(tensors: Sequence[_Tensor], largest: int) -> list[list[_Tensor]]:
-    shards: list[list[_Tensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > largest:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.nbytes
-    return shards
 
 
 def _write_file(step: StepContent, files: Files, name: str, tensors: Sequence[_Tensor]) -> dict[str, bytes]:

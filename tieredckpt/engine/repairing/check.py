@@ -40,7 +40,7 @@ async def check(state: State, source: StepSource, scan: Scan) -> None:
     # The store digests on threads of its own, and the user has said how many may do so; as many wait for the device.
     read = partial(read_pieces, state, source, source.tier, digested_reads=2 * state.config.copy_threads)
     unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
-    for batch in scan.batches((unread[place], unread[place].nbytes) for place in sorted(unread)):
+    for batch in scan.batches((unread[place] for place in sorted(unread)), lambda piece: piece.nbytes):
         await scan.turn(sum(piece.nbytes for piece in batch))
         failed = {id(piece) for piece in await read(batch)}
         if source.silence is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from tieredckpt._batches import batches
 from tieredckpt.blobs.wrap import Pace
 
 __all__ = ["Place", "Scan"]
@@ -30,19 +31,10 @@ class Scan:
         self.intact: dict[Place, bool] = {}
         """Whether the chunk at each place was intact."""
 
-    def batches(self, items: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
-        """``items`` with their bytes, cut into what is read in one go; an item alone may be more."""
+    def batches(self, items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+        """``items`` of so many bytes each, cut into what is read in one go; an item alone may be more."""
         limit = _BATCH if self._pace.rate is None else min(_BATCH, self._pace.rate * _BATCH_SECONDS)
-        batch: list[T] = []
-        size = 0
-        for item, nbytes in items:
-            if batch and size + nbytes > limit:
-                yield batch
-                batch, size = [], 0
-            batch.append(item)
-            size += nbytes
-        if batch:
-            yield batch
+        return batches(items, size, limit)
 
     async def turn(self, nbytes: int) -> None:
         """Wait until so many bytes may be read."""
