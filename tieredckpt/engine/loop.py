@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from tieredckpt._callbacks import SLOW, name_slow
+from tieredckpt import _callbacks
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.latch import Latch
 from tieredckpt.errors import Closed, Invalid
@@ -139,6 +139,11 @@ class EngineThread:
         """Whether this process has a copy of it alone, without the thread: it is a child of the one that made it."""
         return os.getpid() != self._process
 
+    def wait_for(self, latch: Latch) -> None:
+        """Block until ``latch`` is open; a callback that keeps the thread busy is named meanwhile."""
+        while not latch.wait(_callbacks.SLOW):
+            _callbacks.name_slow(self.number)
+
     def check_process(self) -> None:
         """Raise `Closed` in a process that was forked from the one that made it."""
         if self.was_forked:
@@ -236,7 +241,7 @@ class EngineLoop:
                 caller.call_soon_threadsafe(ended.set)
 
         work.ended.then(wake)
-        watching = caller.call_later(SLOW, _watch, self.thread, caller, ended)
+        watching = caller.call_later(_callbacks.SLOW, _watch, self.thread, caller, ended)
         cancelled = False
         try:
             while not ended.is_set():
@@ -267,8 +272,7 @@ class EngineLoop:
         work = self._work(coroutine, closes)
         try:
             self.thread.submit(work)
-            while not work.ended.wait(SLOW):
-                name_slow(self.thread.number)
+            self.thread.wait_for(work.ended)
         except BaseException:
             work.cancel()
             if not work.ended.is_open:
@@ -309,5 +313,5 @@ def _closed() -> Closed:
 def _watch(thread: EngineThread, caller: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
     """Name what keeps the engine's thread from a call, from the loop that waits for it."""
     if not ended.is_set():
-        name_slow(thread.number)
-        caller.call_later(SLOW, _watch, thread, caller, ended)
+        _callbacks.name_slow(thread.number)
+        caller.call_later(_callbacks.SLOW, _watch, thread, caller, ended)

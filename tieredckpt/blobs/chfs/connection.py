@@ -106,7 +106,7 @@ class Connection:
             assert self._ring is not None
             if not self._ring.recorded:
                 if self._ring.new and self._servers is None:
-                    await self._let_settle(link)
+                    await self._until_stable(link)
                 await ring.write(link, self._root, self._ring)
                 self._ring = replace(self._ring, recorded=True)
 
@@ -164,7 +164,7 @@ class Connection:
             )
         self._ring, self._ring_since = found, time.monotonic()
 
-    async def _let_settle(self, link: Link) -> None:
+    async def _until_stable(self, link: Link) -> None:
         if self._stable_for:
             _log.info(
                 "%s: CHFS has %d servers; nothing is written before their number was the same for %.0f s, as the tier "

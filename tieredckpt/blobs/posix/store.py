@@ -173,7 +173,7 @@ class PosixStore:
             stop.set()
             pool.leave()
 
-        await self._calls.settle(asyncio.ensure_future(write), give_up)
+        await self._calls.until_done(asyncio.ensure_future(write), give_up)
 
     async def stat(self, key: str) -> BlobInfo:
         path = self._path(key)
