@@ -31,7 +31,7 @@ from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.mode.alone import Alone, Reader
 from tieredckpt.engine.mode.among_ranks import AmongRanks
 from tieredckpt.engine.mode.beside_agent import BesideAgent
-from tieredckpt.engine.opening.connect import connect, connect_ram, make_derived_tiers, make_tiers
+from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
 from tieredckpt.engine.opening.identify import identify
 from tieredckpt.engine.opening.ram import keep_noted
 from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
@@ -134,7 +134,7 @@ class Engine:
     def _prepare(self, group: Group | None) -> None:
         config = self._config
         tiers, derived = (
-            make(config, read_only=self._read_only, events=self.events) for make in (make_tiers, make_derived_tiers)
+            make_tiers(config, read_only=self._read_only, events=self.events, derived=each) for each in (False, True)
         )
         self.state = State(
             config=config,
