@@ -12,9 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tieredckpt.bench.compare import compare, unlike
 from tieredckpt.bench.peers import OURS
-from tieredckpt.bench.report import AIMS, Aim, Report, Row, load_report, make_report
+from tieredckpt.bench.report import AIMS, Aim, Report, Row, compare, load_report, make_report, unlike
 from tieredckpt.bench.run import MEASURED, Outcome, Request, run
 from tieredckpt.bench.workloads import workload_named
 from tieredckpt.cli import amounts

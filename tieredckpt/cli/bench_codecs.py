@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import numpy.typing as npt
 import typer
 
-from tieredckpt.bench.codecs import CodecRow, measure_codecs
+from tieredckpt.bench.codecs import CodecRow, LossyTier, RuleRow, measure_codecs
 from tieredckpt.bench.durable import RUNS, DurableRow, Sample, measure_durable
-from tieredckpt.bench.lossy import LossyTier, RuleRow
 from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.cli import amounts
 from tieredckpt.cli.console import bar, print_json, print_table, printable

@@ -25,7 +25,7 @@ from tieredckpt.engine.exporting.places import Place, Record, Writing, folder_na
 from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.restoring.restore import Repair
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.health import Health
+from tieredckpt.engine.tier.tier import Health
 from tieredckpt.errors import (
     Conflict,
     Corrupt,
