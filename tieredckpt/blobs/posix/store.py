@@ -22,16 +22,7 @@ import aiofiles
 import aiofiles.os
 import numpy as np
 
-from tieredckpt.blobs.base import (
-    BlobInfo,
-    Buffer,
-    Stretch,
-    Survives,
-    Traits,
-    check_key,
-    check_prefix,
-    check_stretches,
-)
+from tieredckpt.blobs.base import BlobInfo, Buffer, Stretch, Survives, Traits, check_key, check_prefix, check_stretches
 from tieredckpt.blobs.posix import transfer
 from tieredckpt.blobs.posix.calls import Calls, Followed
 from tieredckpt.blobs.posix.files import probe
@@ -40,15 +31,7 @@ from tieredckpt.blobs.posix.target import Target
 from tieredckpt.blobs.posix.threads import Threads
 from tieredckpt.blobs.space import free_bytes, reserve
 from tieredckpt.concurrency import together
-from tieredckpt.errors import (
-    Closed,
-    Corrupt,
-    Invalid,
-    NotFound,
-    ShortRead,
-    TieredCkptError,
-    TierUnavailable,
-)
+from tieredckpt.errors import Closed, Corrupt, Invalid, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
 __all__ = ["PosixStore"]
 
