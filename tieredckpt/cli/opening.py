@@ -100,7 +100,7 @@ def newest_arrays(config: StoreConfig) -> tuple[ArrayInfo, ...] | None:
 
 def _looked_at(config: StoreConfig, look: Callable[[SyncStore, StepInfo], T]) -> T | None:
     exact = (tier for tier in config.slower if not tier.lossy)
-    folders = tuple(tier for tier in exact if _is_a_folder(tier) and _holds_a_store(tier))
+    folders = tuple(tier for tier in exact if isinstance(kind_of(tier).location(tier), Path) and _holds_a_store(tier))
     if not folders:
         return None
     try:
@@ -129,10 +129,6 @@ def _existing(source: str) -> StoreConfig:
             f"{source}: there is no store yet (looked in {places}); give the .toml or the folder that the trainer opens"
         )
     return config
-
-
-def _is_a_folder(tier: TierConfig) -> bool:
-    return isinstance(kind_of(tier).location(tier), Path)
 
 
 def _holds_a_store(tier: TierConfig) -> bool:

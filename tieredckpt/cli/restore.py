@@ -69,7 +69,11 @@ def _look(
             exported = export_copy(copy, target, keys=keys, progress=progress)
             return details, [], exported.sources, exported.lossy
         chosen = StoredStep(copy, keys=keys, progress=progress)
-        return details, _summaries(chosen.read()), chosen.sources, copy.lossy is not None
+        summaries = [
+            {"key": info.key, "dtype": info.dtype, "shape": info.shape, **_summary(array)}
+            for info, array in chosen.read()
+        ]
+        return details, summaries, chosen.sources, copy.lossy is not None
 
 
 def _target(to: str) -> str:
@@ -82,10 +86,6 @@ def _target(to: str) -> str:
         f"{to}: --to takes a name that ends in .npz, or one without a suffix, for a folder; other formats: tieredckpt "
         f"export STORE --to safetensors:{to}, and npy:{to} for a folder of this name"
     )
-
-
-def _summaries(arrays: Arrays) -> list[dict[str, Any]]:
-    return [{"key": info.key, "dtype": info.dtype, "shape": info.shape, **_summary(array)} for info, array in arrays]
 
 
 def _summary(array: npt.NDArray[Any]) -> dict[str, Any]:

@@ -155,9 +155,10 @@ class Engine:
         connect_ram(self.state, sharers=_sharers(config.ram, group), folder=self._ram)
         self.admin = self.mode.admin
         if self._role is not Role.TRAINER:  # whose agent carries them out
-            self.admin.derived = {
-                each.target.name: _admin_of(each, self._deriving[each.target.name]) for each in self.state.derivations
-            }
+            for each in self.state.derivations:
+                collector = self._deriving[each.target.name]
+                admin = DerivedAdmin(each, collector, partial(copy_step, each, collector))
+                self.admin.derived[each.target.name] = admin
         self.background_repair = BackgroundRepair(self.state, self.collector, self.mode.repair_elsewhere)
         flattener = Flattener()
         self.restorer = Restorer(
@@ -342,10 +343,6 @@ class Engine:
         self.prepare_memory()
         return saved
 
-    def is_due(self, step: int) -> bool:
-        """The schedule's answer, the same on all ranks."""
-        return self.mode.is_due(step)
-
     async def reached(self, step: StepId, name: str) -> None:
         """See `waiting.reached`."""
         await self.mode.reached(step, name, partial(reached, self.state, self.promoters, step, name))
@@ -375,21 +372,11 @@ class Engine:
         """Every export that this process makes, as it is now."""
         return () if self.exporter is None else self.exporter.infos()
 
-    # -- looking ------------------------------------------------------------------------------------------
-
-    async def looking(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
-        """The result of work that asks what the store holds; where nothing is written, see `Refresh.looking`."""
-        return await self.mode.looking(work, packs=packs)
-
 
 def _take_memory(slab: Slab, mapping: Bytes, reached: HostMemory) -> None:
     """Take the memory that is expected, and let the devices reach what there is. Blocking."""
     slab.prepare()
     reached.extend(mapping, slab.reserved)
-
-
-def _admin_of(derivation: State, collector: Collector) -> Admin:
-    return DerivedAdmin(derivation, collector, partial(copy_step, derivation, collector))
 
 
 def _sharers(ram: RamTier | None, group: Group | None) -> int:

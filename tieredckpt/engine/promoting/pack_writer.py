@@ -99,16 +99,12 @@ class Batch:
     lent: AsyncExitStack = field(default_factory=AsyncExitStack)
     size: int = 0
     """Bytes of the pack before its footer."""
-    borrowed: int = 0
-    """Bytes of the memory that was lent."""
     block: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
     """Rest of the last block that pages were carved from."""
 
     async def borrow(self, scratch: Scratch, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory of ``nbytes``, in whole pages, until the pack is written."""
-        memory = await self.lent.enter_async_context(scratch.lend(nbytes))
-        self.borrowed += memory.nbytes
-        return memory
+        return await self.lent.enter_async_context(scratch.lend(nbytes))
 
     async def carve(self, scratch: Scratch | None, nbytes: int) -> npt.NDArray[np.uint8]:
         """Take a few pages from a block, where `borrow` for each would cost more than the work with them.

@@ -41,7 +41,7 @@ async def scrub(verifier: Verifier, tiers: Sequence[Tier], rate: float | None = 
                 continue  # it was never made, or ended with its process
             found.append(Verified(None, tier.name, 0, (), False, f"it does not answer: {tier.health.error}"))
             continue
-        if (marker := await _check_marker(state, tier, repair=repairs)) is not None:
+        if (marker := await _check_marker(tier, repair=repairs)) is not None:
             found.append(marker)
         for step in sorted({*tier.steps.held, *tier.steps.damaged}, reverse=True):
             if step in tier.steps.held or step in tier.steps.damaged:
@@ -52,7 +52,7 @@ async def scrub(verifier: Verifier, tiers: Sequence[Tier], rate: float | None = 
     return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))
 
 
-async def _check_marker(state: State, tier: Tier, *, repair: bool) -> Verified | None:
+async def _check_marker(tier: Tier, *, repair: bool) -> Verified | None:
     assert tier.marker is not None
     problem = f"tier {tier.name!r}: {layout.MARKER} is not what was written"
     try:
