@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 
 from tieredckpt.bench import peers, run, turn, workloads
 from tieredckpt.bench.files import Listing, forget, largest_first
-from tieredckpt.bench.isolate import Failed, places, run_isolated, run_together
-from tieredckpt.bench.meeting import Meeting, seats
+from tieredckpt.bench.isolate import Failed, Meeting, places, run_isolated, run_together, seats
 from tieredckpt.bench.peers import base, ours, tensor_file
 from tieredckpt.bench.report import AIMS, compare, load_report, make_report, unlike
 from tieredckpt.bench.turn import Part, Spec, Turn, of_all_ranks

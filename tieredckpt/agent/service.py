@@ -22,8 +22,8 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.lease import Holder
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.engine.wire_types import Failure, encode
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
 from tieredckpt.events import Event

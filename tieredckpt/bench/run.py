@@ -17,8 +17,7 @@ from tieredckpt._decoders import json_decoder
 from tieredckpt.bench import catalog, exports, small, turn
 from tieredckpt.bench.catalog import CatalogSpec
 from tieredckpt.bench.exports import ExportSpec
-from tieredckpt.bench.isolate import Failed, IsolatedSpec, places, run_isolated, run_together
-from tieredckpt.bench.meeting import seats
+from tieredckpt.bench.isolate import Failed, IsolatedSpec, places, run_isolated, run_together, seats
 from tieredckpt.bench.peers import all_peers
 from tieredckpt.bench.peers.base import Peer
 from tieredckpt.bench.small import SmallSpec

@@ -21,9 +21,8 @@ import numpy as np
 
 from tieredckpt.bench.compute import ComputeLoop
 from tieredckpt.bench.files import Listing, forget, largest_first
-from tieredckpt.bench.isolate import IsolatedSpec, measure_what_is_asked
+from tieredckpt.bench.isolate import IsolatedSpec, Meeting, measure_what_is_asked
 from tieredckpt.bench.limits import Limits, seconds
-from tieredckpt.bench.meeting import Meeting
 from tieredckpt.bench.peers import peer_named
 from tieredckpt.bench.peers.base import Peer, Session, Setting
 from tieredckpt.bench.peers.ours import Stored
@@ -51,7 +50,7 @@ class Spec(IsolatedSpec, frozen=True, kw_only=True):
     parts: tuple[Part, ...]
     rank: int = 0
     seat: tuple[int, ...] = ()
-    """Descriptors of the sockets to all other ranks; see `tieredckpt.bench.meeting`."""
+    """Descriptors of the sockets to all other ranks; see `tieredckpt.bench.isolate`."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from tieredckpt.config.tiers import refuse_url
 from tieredckpt.engine.inventory import StepDetails
 from tieredckpt.errors import Invalid
 from tieredckpt.interchange.exporting import export_copy
-from tieredckpt.interchange.stored_step import Arrays, StepCopy, StoredStep, from_copies
+from tieredckpt.interchange.stored_step import StepCopy, StoredStep, from_copies
 from tieredckpt.units import format_size
 
 __all__ = ["restore"]

@@ -23,7 +23,7 @@ from tieredckpt.config.kinds import kind_of
 from tieredckpt.devices.base import Bytes
 from tieredckpt.devices.memory import HostMemory
 from tieredckpt.engine import limits
-from tieredckpt.engine.admin import Admin, DerivedAdmin
+from tieredckpt.engine.admin import DerivedAdmin
 from tieredckpt.engine.exporting.exporter import Exporter, ExportInfo
 from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.keeping.collector import Collector

@@ -11,15 +11,15 @@ import contextlib
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from tieredckpt import _callbacks
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.latch import Latch
 from tieredckpt.errors import Closed, Invalid
 
-__all__ = ["EngineLoop", "EngineThread", "Work"]
+__all__ = ["EngineLoop", "EngineThread", "Latch", "Work"]
 
 T = TypeVar("T")
 
@@ -27,6 +27,45 @@ _log = logging.getLogger("tieredckpt")
 
 _JOIN = 1.0
 """Seconds that a thread may take to end after its last line has run."""
+
+
+class Latch:
+    """Is opened once, and stays open. Any thread, and any signal handler, may call any method.
+
+    It has no lock that a handler could find taken, as those of `threading` have: the engine's thread would wait for the
+    lock, and the handler, in the middle of what its thread was doing with the lock, for the engine's thread.
+    """
+
+    def __init__(self) -> None:
+        self._open = False
+        self._waiting: deque[Callable[[], object]] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def open(self) -> None:
+        """Wake everybody who waits. Never blocks."""
+        self._open = True
+        while True:
+            try:
+                go_on = self._waiting.popleft()
+            except IndexError:
+                return
+            go_on()
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Call ``call`` once it is open: on the thread that opens it, or at once."""
+        self._waiting.append(call)
+        if self._open:
+            self.open()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Block until it is open, or for so long; whether it is."""
+        turn = threading.Lock()  # one for each who waits: a handler never meets the one that it interrupted
+        turn.acquire()
+        self.then(turn.release)
+        return turn.acquire(timeout=-1 if seconds is None else max(0.0, seconds))
 
 
 class Work(Generic[T]):

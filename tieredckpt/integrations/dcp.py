@@ -82,7 +82,8 @@ class _OneStep:
         return plans
 
 
-class TieredWriter(_OneStep, StorageWriter, AsyncStager):  # the runtime takes nobody for a stager who does not inherit from it
+# The runtime takes nobody for a stager who does not inherit from it.
+class TieredWriter(_OneStep, StorageWriter, AsyncStager):
     """Saves one step, for `dcp.save` and `dcp.async_save`; a call of all ranks of the store.
 
     The state is copied once, into RAM: by `dcp.async_save` before it returns. `dcp.save` returns when the ranks have

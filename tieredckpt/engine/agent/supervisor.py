@@ -57,7 +57,8 @@ class Supervisor:
                 await self._changed.wait(limits.in_force.agent_look)
             else:
                 if failures:
-                    self._absent(self.refused or TierUnavailable(self._process.what_happened() if self._process else "there is no agent"))
+                    why = "there is no agent" if self._process is None else self._process.what_happened()
+                    self._absent(self.refused or TierUnavailable(why))
                     await asyncio.sleep(
                         min(limits.in_force.agent_last_retry, limits.in_force.agent_first_retry * 2.0 ** (failures - 1))
                     )

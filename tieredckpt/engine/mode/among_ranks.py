@@ -24,8 +24,8 @@ from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.membership import Membership, Streamed
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.index_cache import packs_of
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Invalid
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat

@@ -19,8 +19,8 @@ from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Invalid, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepIndex

@@ -18,8 +18,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import check_room, evicting_older, needing
 from tieredckpt.engine.keeping.policies import is_due
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
-from tieredckpt.engine.promoting.encoder import Encoder
-from tieredckpt.engine.promoting.pack_writer import Batch, Need, Payload, write_packs
+from tieredckpt.engine.promoting.pack_writer import Batch, Encoder, Need, Payload, write_packs
 from tieredckpt.engine.promoting.room import expected, have_room, within_capacity
 from tieredckpt.engine.restoring.deriving import DerivedSource, RoundedSource
 from tieredckpt.engine.restoring.source import StepSource
@@ -27,8 +26,8 @@ from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.encoding import Encoding

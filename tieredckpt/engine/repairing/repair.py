@@ -6,15 +6,17 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt._batches import batches
 from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.promoting.copy_step import copy_step
-from tieredckpt.engine.repairing.scan_budget import Place, Scan
 from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece
 from tieredckpt.engine.restoring.reader import read_pieces
@@ -30,7 +32,7 @@ from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Unrepaired", "inspect", "repair_chunks", "repair_index"]
+__all__ = ["Place", "Scan", "Unrepaired", "inspect", "repair_chunks", "repair_index"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -261,3 +263,34 @@ async def check(state: State, source: StepSource, scan: Scan) -> None:
 def _place(piece: Piece) -> Place:
     extent = piece.extent
     return extent.path, extent.offset, piece.chunk.digest
+
+
+T = TypeVar("T")
+
+Place = tuple[str, int, bytes]
+"""Place of a chunk: pack, offset and digest."""
+
+_BATCH = 64 << 20
+_BATCH_SECONDS = 0.25
+"""At a bounded rate so much is read at a time, so that others wait no longer."""
+
+
+class Scan:
+    """Progress of one verification of many steps on one tier.
+
+    ``pace`` bounds the bytes read a second.
+    """
+
+    def __init__(self, pace: Pace | None = None) -> None:
+        self._pace = pace or Pace(None)
+        self.intact: dict[Place, bool] = {}
+        """Whether the chunk at each place was intact."""
+
+    def batches(self, items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+        """``items`` of so many bytes each, cut into what is read in one go; an item alone may be more."""
+        limit = _BATCH if self._pace.rate is None else min(_BATCH, self._pace.rate * _BATCH_SECONDS)
+        return batches(items, size, limit)
+
+    async def turn(self, nbytes: int) -> None:
+        """Wait until so many bytes may be read."""
+        await self._pace.take(nbytes)

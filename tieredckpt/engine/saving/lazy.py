@@ -14,8 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from tieredckpt.engine.latch import Latch
-from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.loop import EngineLoop, Latch
 from tieredckpt.engine.saving.moment import Moment
 from tieredckpt.engine.saving.snapshot import Digests, Located, Snapshot
 from tieredckpt.errors import Invalid, TieredCkptError

@@ -12,16 +12,15 @@ from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import needing
-from tieredckpt.engine.promoting.encoder import Encoder
-from tieredckpt.engine.promoting.pack_writer import Batch, Payload, write_packs
+from tieredckpt.engine.promoting.pack_writer import Batch, Encoder, Payload, write_packs
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.saving.snapshot import Copied, Located, Snapshot
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import Chunk
 from tieredckpt.format.ocdbt import Extent

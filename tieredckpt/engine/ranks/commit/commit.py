@@ -40,8 +40,8 @@ from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import CommitFailed

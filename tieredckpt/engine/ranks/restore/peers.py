@@ -17,8 +17,7 @@ from tieredckpt.engine.ranks.restore.plan import Stock, Task
 from tieredckpt.engine.ranks.restore.transfer import ChunkTransfer, Terms, agree_on_tasks, decline
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.restoring.source import StepSource
-from tieredckpt.engine.state.merged_ram import Near
-from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.state import Near, State
 from tieredckpt.errors import Corrupt, RanksUnavailable
 from tieredckpt.format.manifest import StepId
 
