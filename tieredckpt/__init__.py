@@ -165,86 +165,37 @@ __all__ = [
 ]
 
 _HOMES = {
-    "tieredckpt._copying": (
-        "Copied",
-        "copy_steps",
-    ),
-    "tieredckpt.checkpoint": (
-        "Checkpoint",
-        "Restored",
-        "SyncCheckpoint",
-        "SyncRestored",
-    ),
+    "tieredckpt._copying": "Copied copy_steps",
+    "tieredckpt.checkpoint": "Checkpoint Restored SyncCheckpoint SyncRestored",
     "tieredckpt.config": (
-        "ChfsTier",
-        "ExportConfig",
-        "KvstoreTier",
-        "LustreTier",
-        "NfsTier",
-        "PosixTier",
-        "RamTier",
-        "StoreConfig",
-        "Striping",
-        "TierConfig",
+        "ChfsTier ExportConfig KvstoreTier LustreTier NfsTier PosixTier RamTier StoreConfig Striping TierConfig"
     ),
-    "tieredckpt.engine.exporting.exporter": ("ExportInfo",),
-    "tieredckpt.engine.inventory": (
-        "ArrayInfo",
-        "DamagedStep",
-        "Scalar",
-        "StepDetails",
-        "StepInfo",
-        "TierInfo",
-    ),
-    "tieredckpt.engine.keeping.collector": ("Collected",),
-    "tieredckpt.engine.ranks.communicator": ("Communicator",),
-    "tieredckpt.engine.repairing.verify": ("Verified",),
-    "tieredckpt.engine.saving.save": ("Saved",),
-    "tieredckpt.engine.transport.jax": ("JaxCommunicator",),
-    "tieredckpt.engine.transport.mpi": ("MpiCommunicator",),
-    "tieredckpt.engine.transport.torch": ("TorchCommunicator",),
+    "tieredckpt.engine.exporting.exporter": "ExportInfo",
+    "tieredckpt.engine.inventory": "ArrayInfo DamagedStep Scalar StepDetails StepInfo TierInfo",
+    "tieredckpt.engine.keeping.collector": "Collected",
+    "tieredckpt.engine.ranks.communicator": "Communicator",
+    "tieredckpt.engine.repairing.verify": "Verified",
+    "tieredckpt.engine.saving.save": "Saved",
+    "tieredckpt.engine.transport.jax": "JaxCommunicator",
+    "tieredckpt.engine.transport.mpi": "MpiCommunicator",
+    "tieredckpt.engine.transport.torch": "TorchCommunicator",
     "tieredckpt.events": (
-        "ChunkRepaired",
-        "CommitFailed",
-        "Event",
-        "ExportFailed",
-        "FrozenChanged",
-        "OriginIgnored",
-        "RamLeftAlone",
-        "ReplicasDiffer",
-        "ReplicationFailed",
-        "RetentionCut",
-        "SaveFailed",
-        "SaveSkipped",
-        "StepCommitted",
-        "StepEvicted",
-        "StepExported",
-        "StepPromoted",
-        "StepReplicated",
-        "StepRestored",
-        "StepSaved",
-        "TierFailed",
-        "TierHangs",
-        "TierRecovered",
+        "ChunkRepaired CommitFailed Event ExportFailed FrozenChanged OriginIgnored RamLeftAlone ReplicasDiffer "
+        "ReplicationFailed RetentionCut SaveFailed SaveSkipped StepCommitted StepEvicted StepExported StepPromoted "
+        "StepReplicated StepRestored StepSaved TierFailed TierHangs TierRecovered"
     ),
-    "tieredckpt.format.manifest": ("StepId",),
-    "tieredckpt.policy": ("Observed",),
-    "tieredckpt.preempt": (
-        "Preemption",
-        "preemption",
-    ),
-    "tieredckpt.store": ("CheckpointStore",),
-    "tieredckpt.sync": ("SyncStore",),
-    "tieredckpt.tree.leaf": ("ArraySpec",),
-    "tieredckpt.tree.match": ("AS_SAVED",),
-    "tieredckpt.tree.shards": (
-        "Shard",
-        "Sharded",
-    ),
+    "tieredckpt.format.manifest": "StepId",
+    "tieredckpt.policy": "Observed",
+    "tieredckpt.preempt": "Preemption preemption",
+    "tieredckpt.store": "CheckpointStore",
+    "tieredckpt.sync": "SyncStore",
+    "tieredckpt.tree.leaf": "ArraySpec",
+    "tieredckpt.tree.match": "AS_SAVED",
+    "tieredckpt.tree.shards": "Shard Sharded",
 }
-"""The module that defines each name which is imported at its first use."""
+"""By module, the names that are imported from it at their first use."""
 
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 _MODULES = frozenset(
     {"checkpoint", "concurrency", "config", "events", "policy", "preempt", "settings", "store", "sync", "units"}
 )

@@ -162,7 +162,7 @@ async def _copy_all(
     corrupt = [f"{step} cannot be read: its commit is damaged" for step in sorted(damaged)]
     for step, record in sorted(records.items()):
         try:
-            written = await source.looking(partial(_copy_one, source, target, step, record))
+            written = await source.mode.looking(partial(_copy_one, source, target, step))
         except Corrupt as error:
             _log.error("%s is not copied: %s", step, error)
             corrupt.append(str(error))
@@ -181,7 +181,7 @@ async def _copy_all(
     return copied
 
 
-async def _copy_one(source: Engine, target: Engine, step: StepId, record: StepRecord) -> int:
+async def _copy_one(source: Engine, target: Engine, step: StepId) -> int:
     tier = target.state.tiers[0]
     if step in tier.steps.held:
         return 0

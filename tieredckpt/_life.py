@@ -87,4 +87,4 @@ class StoreLife:
 
     async def look(self, work: Callable[[Engine], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
         """`call`, for work that tells what the store holds now; ``packs``: also how much of each tier it takes."""
-        return await self.call(lambda engine: engine.looking(lambda: work(engine), packs=packs))
+        return await self.call(lambda engine: engine.mode.looking(lambda: work(engine), packs=packs))

@@ -132,7 +132,7 @@ class CheckpointStore:
 
     def due(self, step: int) -> bool:
         """Whether the schedule wants a save after ``step``."""
-        return self._life.open_engine.is_due(checked_step(step))
+        return self._life.open_engine.mode.is_due(checked_step(step))
 
     def observed(self) -> Observed:
         """Observations for schedules: the stall of a save, the lag of promotion, failures, and the ETTR so far."""

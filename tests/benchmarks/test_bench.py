@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,10 @@ from support.scenes import SOON
 from typer.testing import CliRunner
 
 from tieredckpt.bench import peers, run, turn, workloads
-from tieredckpt.bench.compare import compare, unlike
 from tieredckpt.bench.files import Listing, forget, largest_first
-from tieredckpt.bench.isolate import Failed, places, run_isolated, run_together
-from tieredckpt.bench.meeting import Meeting, seats
+from tieredckpt.bench.isolate import Failed, Meeting, places, run_isolated, run_together, seats
 from tieredckpt.bench.peers import base, ours, tensor_file
-from tieredckpt.bench.report import AIMS, load_report, make_report
+from tieredckpt.bench.report import AIMS, compare, load_report, make_report, unlike
 from tieredckpt.bench.turn import Part, Spec, Turn, of_all_ranks
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import bench as cli
@@ -172,9 +171,7 @@ def run_turn(peer: str, tmp_path: Path, workload: str = "transformer", parts: tu
                 peer=peer,
                 workload=workload,
                 nbytes=2 << 20,
-                folder=str(where.folder),
-                shared=str(where.shared),
-                result=str(where.result),
+                **where.told(),
                 repeats=1,
                 threads=2,
                 parts=parts,
@@ -290,13 +287,13 @@ def test_a_peer_takes_its_turn_as_this_library_does(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
-    with places(tmp_path) as where, pytest.raises(Failed, match="no workload"):
-        run_isolated("tieredckpt.bench.turn", spec(workload="nonsense"), where.result, timeout=60)
+    with pytest.raises(Failed, match="no workload"):
+        run_isolated(Turn, "tieredckpt.bench.turn", tmp_path, partial(spec, workload="nonsense"), timeout=60)
 
 
 def test_a_turn_that_hangs_is_ended(tmp_path: Path) -> None:
-    with places(tmp_path) as where, pytest.raises(Failed, match="took more than"):
-        run_isolated("tieredckpt.bench.turn", spec(folder=str(where.folder)), where.result, timeout=0.01)
+    with pytest.raises(Failed, match="took more than"):
+        run_isolated(Turn, "tieredckpt.bench.turn", tmp_path, spec, timeout=0.01)
 
 
 def test_the_ranks_of_a_turn_save_and_restore_their_shares_together(tmp_path: Path) -> None:
@@ -304,9 +301,7 @@ def test_the_ranks_of_a_turn_save_and_restore_their_shares_together(tmp_path: Pa
         specs = [
             spec(
                 peer="tensorstore-zarr3",
-                folder=str(where.folder),
-                shared=str(where.shared),
-                result=f"{where.result}-{rank}",
+                **where.told() | {"result": f"{where.result}-{rank}"},
                 parts=("tenth", "cold", "warm"),
                 rank=rank,
                 seat=seat,
@@ -384,7 +379,7 @@ def test_a_job_of_two_ranks_is_measured_and_says_so(tmp_path: Path, capsys: pyte
 
 def test_a_turn_ends_with_its_caller(tmp_path: Path) -> None:
     with places(tmp_path) as where:
-        asked = spec(folder=str(where.folder), shared=str(where.shared), result=str(where.result), repeats=10_000)
+        asked = spec(**where.told(), repeats=10_000)
         process = subprocess.Popen([sys.executable, "-P", "-m", "tieredckpt.bench.turn"], stdin=subprocess.PIPE)
         with process:
             assert process.stdin is not None

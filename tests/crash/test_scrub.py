@@ -25,7 +25,7 @@ from tieredckpt.blobs.ram.owner import write_owner
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.cli.app import app
 from tieredckpt.config import to_toml
-from tieredckpt.engine.repairing.scan_budget import Scan
+from tieredckpt.engine.repairing.repair import Scan
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.events import ChunkRepaired
@@ -438,16 +438,15 @@ async def test_a_rate_bounds_what_is_read(place: Path) -> None:
         now[0] += max(0.0, seconds)
 
     scan = Scan(Pace(1000.0, clock=lambda: now[0], sleep=sleep))
-    items = [(i, 100) for i in range(50)]
     read = 0
-    for batch in scan.batches(items):
+    for batch in scan.batches(range(50), lambda _: 100):
         assert sum(100 for _ in batch) <= 250
         await scan.turn(100 * len(batch))
         read += 100 * len(batch)
         assert read <= 250 + 1000 * now[0]
     assert read == 5000
     assert now[0] >= 4.7
-    assert list(Scan(Pace(1.0)).batches([("large", 1 << 30)])) == [["large"]]
+    assert list(Scan(Pace(1.0)).batches(["large"], lambda _: 1 << 30)) == [["large"]]
     for rate in (0.0, -1.0, float("nan")):
         with pytest.raises(Invalid):
             Pace(rate)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tieredckpt.blobs.posix.kind import lustre_kind, nfs_kind, posix_kind
+from tieredckpt.blobs.posix.kind import folder_kind
 from tieredckpt.blobs.posix.system import LUSTRE, NFS, System
+from tieredckpt.config import LustreTier, NfsTier, PosixTier
 from tieredckpt.config.kinds import TierKind, replaced
 
 __all__ = ["FILE_SYSTEMS", "Attributes", "kind_on", "played", "system_of"]
@@ -63,9 +64,9 @@ def system_of(kind: int, *, options: str = "", attributes: Attributes | None = N
 
 def kind_on(name: str, system: System) -> TierKind[Any]:
     """The kind of that name with other answers of the system."""
-    kinds: dict[str, Callable[[System], TierKind[Any]]]
-    kinds = {"posix": posix_kind, "nfs": nfs_kind, "lustre": lustre_kind}
-    return kinds[name](system)
+    kinds: dict[str, tuple[type[Any], int | None]]
+    kinds = {"posix": (PosixTier, None), "nfs": (NfsTier, NFS), "lustre": (LustreTier, LUSTRE)}
+    return folder_kind(*kinds[name], system)
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 from tieredckpt import CheckpointStore
 from tieredckpt import _callbacks as callbacks
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine import loop
 from tieredckpt.engine.engine import Engine
 from tieredckpt.errors import Closed, Conflict
 from tieredckpt.events import Event, StepPromoted, StepSaved
@@ -467,7 +466,6 @@ def test_a_callback_that_blocks_is_named_while_others_wait_for_it(
     caplog.set_level(logging.WARNING, "tieredckpt")
     monkeypatch.setattr(Block, "log", caplog, raising=False)
     monkeypatch.setattr(callbacks, "SLOW", 0.05)
-    monkeypatch.setattr(loop, "SLOW", 0.05)
     monkeypatch.setattr(callbacks, "_named_at", {})
     promote = "test_slow" if who == "policy" else "always"
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", promote=promote)})

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from tieredckpt.agent.run import run_agent
+from tieredckpt.agent.agent import run_agent
 from tieredckpt.config import load
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.events import Event, Events

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,7 @@ from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
 from tieredckpt.format.layout import MARKER
 
-__all__ = ["Agent", "Life"]
+__all__ = ["Agent", "Ending", "Life", "run_agent"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -339,3 +340,25 @@ class Agent:
             self._finishing.cancel()
             await outlast(self._finishing)
             self._finishing = None
+
+
+Ending = Literal["signal", "done", "nothing to do"]
+
+
+def run_agent(config: StoreConfig, events: Events, life: Life, ram: Path | None = None) -> Ending:
+    """Run until the agent ends, and log the reason. Raises as `Agent.run`. For the main thread."""
+    agent = Agent(config, events, life, ram)
+    try:
+        asyncio.run(_run(agent))
+    except asyncio.CancelledError:
+        return "signal"
+    return "done" if agent.opened else "nothing to do"
+
+
+async def _run(agent: Agent) -> None:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as behind nohup
+            loop.add_signal_handler(number, task.cancel)
+    await agent.run()

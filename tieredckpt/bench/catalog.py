@@ -23,13 +23,7 @@ from tieredckpt.bench.workloads import change
 from tieredckpt.config import PosixTier, RamTier, StoreConfig
 from tieredckpt.format import layout
 from tieredckpt.format.encoding import CRC32C
-from tieredckpt.format.manifest import (
-    ArrayIndex,
-    Chunk,
-    StepIndex,
-    decode_step,
-    encode_step,
-)
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, decode_step, encode_step
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import PackEntry, encode_footer
 from tieredckpt.policy.base import Retention, parse

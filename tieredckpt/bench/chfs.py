@@ -15,6 +15,7 @@ import tempfile
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +95,9 @@ async def measure_chfs(
                 folders[name] = Path(await in_thread(tempfile.mkdtemp, None, "tieredckpt-bench-", parent))
                 stack.push_async_callback(in_thread, shutil.rmtree, folders[name])
                 # CHFS never syncs either; the shared file system is to be as durable as a checkpoint there is.
-                stores[name] = await in_thread(_folder_store, folders[name] / "objects", name == "shared")
+                fsync, direct = (True, None) if name == "shared" else (False, False)
+                opened = partial(PosixStore, folders[name] / "objects", fsync=fsync, direct=direct)
+                stores[name] = await in_thread(opened)
                 stack.push_async_callback(stores[name].close)
         bare = BareLoop(
             link.library,
@@ -195,10 +198,6 @@ async def _erase(link: Link, path: str) -> None:
         else:
             await link.ask(frames.Remove(below))
     await link.ask(frames.RemoveFolder(path))
-
-
-def _folder_store(folder: Path, fsync: bool) -> PosixStore:
-    return PosixStore(folder, fsync=fsync, direct=None if fsync else False)
 
 
 def _bare_round(bare: BareLoop, path: str, count: int, seconds: Seconds) -> None:

@@ -1,10 +1,10 @@
-"""What every codec makes of arrays: stored bytes, and the CPU time to compress them and to get them back."""
+"""What codecs and the lossy rules of a tier make of arrays: stored bytes, CPU time, and the largest error."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.codecs import CODECS
+from tieredckpt.config import TierConfig
+from tieredckpt.engine.restoring.rules import as_recorded, first_rules, rounding_of
 from tieredckpt.format.encoding import Encoding
+from tieredckpt.format.manifest import INLINE_MAX
 from tieredckpt.format.rounding import Bound, can_round, round_values
 
-__all__ = ["CodecRow", "larger", "measure_codecs", "rounded"]
+__all__ = ["Chunks", "CodecRow", "LossyTier", "RuleRow", "larger", "measure_codecs", "rounded"]
 
 _REPEATS = 3
 
@@ -39,6 +42,22 @@ class CodecRow:
     """The largest error of a value that was rounded, relative or absolute as the bound is; None if none was."""
 
 
+class Chunks:
+    """Chunks of arrays, one after the other: of many, one in ``every``."""
+
+    def __init__(self, chunk_size: int, every: int) -> None:
+        self._size, self._every, self._number = chunk_size, every, 0
+
+    def of(self, array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
+        """Copies of the chunks of an array."""
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        part = self._size // array.itemsize * array.itemsize
+        for start in range(0, flat.size, part):
+            self._number += 1
+            if self._number % self._every == 0:
+                yield np.array(flat[start : start + part])
+
+
 def measure_codecs(
     arrays: Iterable[tuple[str, npt.NDArray[Any]]], chunk_size: int, *, every: int = 1, bound: Bound | None = None
 ) -> list[CodecRow]:
@@ -47,19 +66,14 @@ def measure_codecs(
     With a ``bound``, as a tier with a lossy rule for all keys has them. The last rows are those of all arrays.
     """
     rows: dict[tuple[str, str], CodecRow] = {}
+    chunks = Chunks(chunk_size, every)
     room = np.empty(max(encoding.stored_size(chunk_size) for encoding in CODECS.values()), np.uint8)
     into = np.empty(chunk_size, np.uint8)
-    number = 0
     # Beside the main thread, where Blosc would take more than one.
     with ThreadPoolExecutor(1) as thread:
         for key, array in arrays:
-            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            part = chunk_size // array.itemsize * array.itemsize
-            for start in range(0, flat.size, part):
-                number += 1
-                if number % every:
-                    continue
-                chunk, worst = np.array(flat[start : start + part]), None
+            for exact in chunks.of(array):
+                chunk, worst = exact, None
                 if bound is not None and array.ndim > 1 and can_round(array.dtype):
                     chunk, worst = rounded(chunk, array.dtype, bound)
                 for codec, encoding in CODECS.items():
@@ -122,3 +136,51 @@ def _sum(codec: str, rows: Iterable[CodecRow]) -> CodecRow:
             total.decode_seconds += row.decode_seconds
             total.worst = larger(total.worst, row.worst)
     return total
+
+
+@dataclass(slots=True)
+class RuleRow:
+    """One rule on the arrays that it means; the last row of a tier is of what no rule means."""
+
+    tier: str
+    keys: tuple[str, ...]
+    says: str
+    """``max_error=0.004``, ``max_abs_error=1e-06``, ``drop`` or ``exact``."""
+    arrays: int = 0
+    nbytes: int = 0
+    stored: int = 0
+    """With the tier's codec."""
+    worst: float | None = None
+    """The largest error found of a value, relative or absolute as the rule is; None if none was rounded."""
+
+
+class LossyTier:
+    """Rounds arrays as a tier with lossy rules does, one after the other."""
+
+    def __init__(self, config: TierConfig, keys: Sequence[str], chunk_size: int, *, every: int = 1) -> None:
+        """``keys`` are those of all arrays; of many chunks one in ``every`` is looked at."""
+        self._rules, self._encoding = as_recorded(config.lossy), CODECS[config.codec]
+        self._first = first_rules(self._rules, keys)
+        self._chunks = Chunks(chunk_size, every)
+        self._room = np.empty(self._encoding.stored_size(chunk_size), np.uint8)
+        self.rows = [RuleRow(config.name, rule.keys, rule.says) for rule in config.lossy]
+        self.rows.append(RuleRow(config.name, (), "exact"))
+
+    def add(self, key: str, array: npt.NDArray[Any]) -> None:
+        """Count an array in, by the first rule that means it."""
+        number = self._first.get(key, -1)
+        row = self.rows[number]
+        row.arrays += 1
+        rule = self._rules[number] if number >= 0 else None
+        bound = None
+        if rule is not None and array.nbytes > INLINE_MAX:
+            bound = rounding_of(rule, key, array.ndim, array.dtype)
+        for exact in self._chunks.of(array):
+            chunk = exact
+            row.nbytes += chunk.size
+            if rule is not None and rule.drop:
+                continue
+            if bound is not None:
+                chunk, worst = rounded(chunk, array.dtype, bound)
+                row.worst = larger(row.worst, worst)
+            row.stored += self._encoding.encode(chunk, chunk.size, array.itemsize, self._room).length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -23,7 +25,16 @@ from tieredckpt._decoders import json_decoder
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.errors import TieredCkptError
 
-__all__ = ["Failed", "IsolatedSpec", "Places", "measure_what_is_asked", "places", "run_isolated", "run_together"]
+__all__ = [
+    "Failed",
+    "IsolatedSpec",
+    "Meeting",
+    "measure_what_is_asked",
+    "places",
+    "run_isolated",
+    "run_together",
+    "seats",
+]
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """What the compute loop needs; see `tieredckpt.bench.compute`. Copies of the frameworks go by other threads."""
@@ -48,6 +59,7 @@ class IsolatedSpec(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int
 
 
+R = TypeVar("R")
 S = TypeVar("S", bound=IsolatedSpec)
 
 
@@ -60,6 +72,10 @@ class Places:
     shared: Path
     """Empty, in shared memory."""
     result: Path
+
+    def told(self) -> dict[str, str]:
+        """The folders as a spec names them."""
+        return {"folder": str(self.folder), "shared": str(self.shared), "result": str(self.result)}
 
 
 @contextmanager
@@ -79,14 +95,17 @@ def places(parent: Path) -> Iterator[Places]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def run_isolated(module: str, spec: IsolatedSpec, result: Path, *, timeout: float) -> bytes:
-    """What ``python -m module`` wrote to ``result``, given ``spec`` on its stdin.
+def run_isolated(
+    kind: type[R], module: str, parent: Path, make_spec: Callable[..., IsolatedSpec], *, timeout: float
+) -> R:
+    """What ``python -m module`` has measured, in new folders below ``parent``, which ``make_spec`` is called with.
 
     Raises:
         Failed: as of `run_together`.
     """
-    run_together(module, [(spec, ())], timeout=timeout)
-    return result.read_bytes()
+    with places(parent) as where:
+        run_together(module, [(make_spec(**where.told()), ())], timeout=timeout)
+        return json_decoder(kind).decode(where.result.read_bytes())
 
 
 def run_together(module: str, ranks: Sequence[tuple[IsolatedSpec, Sequence[int]]], *, timeout: float) -> None:
@@ -169,3 +188,28 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+@contextmanager
+def seats(ranks: int) -> Iterator[list[tuple[int, ...]]]:
+    """For each of so many ranks the descriptors of its sockets to all others, for the processes that inherit them."""
+    with ExitStack() as closing:
+        found: list[list[int]] = [[] for _ in range(ranks)]
+        for one, other in combinations(found, 2):
+            here, there = map(closing.enter_context, socket.socketpair())
+            one.append(here.fileno())
+            other.append(there.fileno())
+        yield list(map(tuple, found))
+
+
+class Meeting:
+    """One rank's seat. To call it waits until every rank has called it as often; alone it returns at once."""
+
+    def __init__(self, seat: Sequence[int]) -> None:
+        self._seat = seat
+
+    def __call__(self) -> None:
+        for other in self._seat:
+            os.write(other, b"!")
+        for other in self._seat:
+            os.read(other, 1)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tieredckpt._decoders import json_decoder
 from tieredckpt.bench import catalog, exports, small, turn
 from tieredckpt.bench.catalog import CatalogSpec
 from tieredckpt.bench.exports import ExportSpec
-from tieredckpt.bench.isolate import Failed, places, run_isolated, run_together
-from tieredckpt.bench.machine import describe_machine, versions
-from tieredckpt.bench.meeting import seats
+from tieredckpt.bench.isolate import Failed, IsolatedSpec, places, run_isolated, run_together, seats
 from tieredckpt.bench.peers import all_peers
 from tieredckpt.bench.peers.base import Peer
 from tieredckpt.bench.small import SmallSpec
 from tieredckpt.bench.turn import Part, Spec, Turn
 from tieredckpt.bench.workloads import workload_named
+from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.config import StoreConfig
 from tieredckpt.errors import Invalid
+from tieredckpt.format import crc, digest
 from tieredckpt.units import format_size
 
 __all__ = ["MEASURED", "Outcome", "Request", "run"]
@@ -172,9 +175,7 @@ def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
                 peer=peer.name,
                 workload=workload,
                 nbytes=nbytes // request.ranks,
-                folder=str(where.folder),
-                shared=str(where.shared),
-                result=f"{where.result}-{rank}",
+                **where.told() | {"result": f"{where.result}-{rank}"},
                 repeats=request.repeats if peer.ours or workload == request.workloads[0] else 1,
                 threads=StoreConfig.model_construct().copy_threads,
                 parts=_parts(request, workload, peer),
@@ -193,63 +194,36 @@ def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
     outcome.turns.setdefault(key, []).append(turn.of_all_ranks(told))
 
 
+def _measured(
+    outcome: Outcome, what: str, module: str, make_spec: Callable[..., IsolatedSpec], timeout: float
+) -> dict[str, float]:
+    """Figures of a measurement in a process of its own; none, and why, where that failed."""
+    folder, make_spec = outcome.request.folder, partial(make_spec, repeats=outcome.request.repeats)
+    try:
+        return run_isolated(dict[str, float], module, folder, make_spec, timeout=timeout)
+    except Failed as error:
+        outcome.failed[what] = str(error)
+        return {}
+
+
 def _measure_small(outcome: Outcome, peer: Peer) -> None:
-    request = outcome.request
-    with places(request.folder) as where:
-        spec = SmallSpec(
-            peer=peer.name,
-            folder=str(where.folder),
-            shared=str(where.shared),
-            result=str(where.result),
-            repeats=request.repeats,
-            leaves=request.leaves if peer.ours and peer.capture == "copy" else 0,
-        )
-        try:
-            data = run_isolated(small.__name__, spec, where.result, timeout=_PATIENCE)
-        except Failed as error:
-            outcome.failed[f"{peer.name}, one array"] = str(error)
-            return
-    outcome.small[peer.name] = json_decoder(dict[str, float]).decode(data)
+    leaves = outcome.request.leaves if peer.ours and peer.capture == "copy" else 0
+    spec = partial(SmallSpec, peer=peer.name, leaves=leaves)
+    if found := _measured(outcome, f"{peer.name}, one array", small.__name__, spec, _PATIENCE):
+        outcome.small[peer.name] = found
 
 
 def _measure_exports(outcome: Outcome) -> None:
-    request = outcome.request
-    with places(request.folder) as where:
-        spec = ExportSpec(
-            workload=request.workloads[0],
-            nbytes=request.nbytes,
-            folder=str(where.folder),
-            shared=str(where.shared),
-            result=str(where.result),
-            repeats=request.repeats,
-            threads=StoreConfig.model_construct().copy_threads,
-        )
-        timeout = _PATIENCE + request.nbytes * 7 * (request.repeats + 1) / _SLOWEST
-        try:
-            data = run_isolated(exports.__name__, spec, where.result, timeout=timeout)
-        except Failed as error:
-            outcome.failed["exports"] = str(error)
-            return
-    outcome.exports = json_decoder(dict[str, float]).decode(data)
+    request, threads = outcome.request, StoreConfig.model_construct().copy_threads
+    spec = partial(ExportSpec, workload=request.workloads[0], nbytes=request.nbytes, threads=threads)
+    timeout = _PATIENCE + request.nbytes * 7 * (request.repeats + 1) / _SLOWEST
+    outcome.exports = _measured(outcome, "exports", exports.__name__, spec, timeout)
 
 
 def _measure_catalog(outcome: Outcome) -> None:
-    request = outcome.request
-    with places(request.folder) as where:
-        spec = CatalogSpec(
-            steps=request.steps,
-            chunks=_CATALOG_CHUNKS,
-            folder=str(where.folder),
-            shared=str(where.shared),
-            result=str(where.result),
-            repeats=request.repeats,
-        )
-        try:
-            data = run_isolated(catalog.__name__, spec, where.result, timeout=_PATIENCE + request.steps / 20)
-        except Failed as error:
-            outcome.failed["catalog"] = str(error)
-            return
-    outcome.catalog = json_decoder(dict[str, float]).decode(data)
+    steps = outcome.request.steps
+    spec = partial(CatalogSpec, steps=steps, chunks=_CATALOG_CHUNKS)
+    outcome.catalog = _measured(outcome, "catalog", catalog.__name__, spec, _PATIENCE + steps / 20)
 
 
 def _check_room(request: Request) -> None:
@@ -260,3 +234,54 @@ def _check_room(request: Request) -> None:
             f"{request.folder} has {format_size(free)} free, and a turn may need {format_size(need)}: "
             f"choose another --folder, or a smaller --size"
         )
+
+
+_NATIVE = {"CRC-32C": crc.NATIVE, "XXH3": digest.NATIVE}
+_PACKAGES = ("tieredckpt", "numpy", "tensorstore", "xxhash", "jax", "orbax-checkpoint", "torch", "safetensors")
+
+
+def describe_machine(folder: Path) -> dict[str, str | int]:
+    """Processor, cores, memory, system, and the file system of ``folder``."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    device, kind = _file_system(folder.resolve())
+    return {
+        "processor": _processor(),
+        "cores": usable or 1,
+        "memory": memory_limit()[0],
+        "system": f"{platform.system()} {platform.release()}",
+        "file_system": kind,
+        "device": device,
+        "python": platform.python_version(),
+        "native": ", ".join(name for name, built in _NATIVE.items() if built) or "none",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that take part and are installed."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _file_system(folder: Path) -> tuple[str, str]:
+    """Device and kind of what is mounted where ``folder`` lies."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return "unknown", "unknown"
+    above = {str(folder), *map(str, folder.parents)}
+    found = [(len(at), device, kind) for device, at, kind, *_ in mounts if at in above]
+    return max(found)[1:] if found else ("unknown", "unknown")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tieredckpt._decoders import json_decoder
 from tieredckpt._picture import picture
 from tieredckpt.bench import catalog, small, turn
 from tieredckpt.bench.catalog import CatalogSpec
-from tieredckpt.bench.isolate import Places, places, run_isolated
+from tieredckpt.bench.isolate import run_isolated
 from tieredckpt.bench.peers import OURS
 from tieredckpt.bench.small import SmallSpec
 from tieredckpt.bench.turn import Spec, Turn
@@ -68,44 +68,36 @@ def sweep(
         Failed: a measurement ended with an error, or took too long.
     """
 
-    def points(sizes: Sequence[int], what: str, measure: Callable[[Places, int], dict[str, float]]) -> Iterator[Point]:
+    def points(sizes: Sequence[int], what: str, measure: Callable[[Path, int, int], dict[str, float]]) -> list[Point]:
+        found = []
         for size in sizes:
             tell(f"{size:,} {what}")
-            with places(folder) as where:
-                yield Point(size, measure(where, size))
+            found.append(Point(size, measure(folder, size, repeats)))
+        return found
 
     return Curves(
-        list(points(leaves, "leaves", lambda where, size: _of_leaves(where, size, repeats))),
-        list(points(nbytes, "bytes", lambda where, size: _of_bytes(where, size, repeats))),
-        list(points(steps, "steps", lambda where, size: _of_steps(where, size, repeats))),
+        points(leaves, "leaves", _of_leaves), points(nbytes, "bytes", _of_bytes), points(steps, "steps", _of_steps)
     )
 
 
-def _told(where: Places) -> dict[str, str]:
-    return {"folder": str(where.folder), "shared": str(where.shared), "result": str(where.result)}
-
-
-def _of_leaves(where: Places, count: int, repeats: int) -> dict[str, float]:
-    spec = SmallSpec(peer=OURS, repeats=repeats, leaves=count, alone=True, **_told(where))
-    found = run_isolated(small.__name__, spec, where.result, timeout=_PATIENCE)
-    took = json_decoder(dict[str, float]).decode(found)
+def _of_leaves(folder: Path, count: int, repeats: int) -> dict[str, float]:
+    spec = partial(SmallSpec, peer=OURS, repeats=repeats, leaves=count, alone=True)
+    took = run_isolated(dict[str, float], small.__name__, folder, spec, timeout=_PATIENCE)
     return {"first save": took["first_save"], "later save": took["save"], "restore from RAM": took["restore"]}
 
 
-def _of_bytes(where: Places, nbytes: int, repeats: int) -> dict[str, float]:
-    spec = Spec(
+def _of_bytes(folder: Path, nbytes: int, repeats: int) -> dict[str, float]:
+    spec = partial(
+        Spec,
         peer=OURS,
         workload="transformer",
         nbytes=nbytes,
         repeats=repeats,
         threads=StoreConfig.model_construct().copy_threads,
         parts=("memory", "cold", "warm"),
-        folder=str(where.folder),
-        shared=str(where.shared),
-        result=str(where.result),
     )
     timeout = _PATIENCE + nbytes * (repeats + 5) / _SLOWEST
-    samples = json_decoder(Turn).decode(run_isolated(turn.__name__, spec, where.result, timeout=timeout)).samples
+    samples = run_isolated(Turn, turn.__name__, folder, spec, timeout=timeout).samples
     names = {
         "save": "stall",
         "durable": "durable",
@@ -118,10 +110,9 @@ def _of_bytes(where: Places, nbytes: int, repeats: int) -> dict[str, float]:
     return {name: statistics.median(samples[sample]) for name, sample in names.items()}
 
 
-def _of_steps(where: Places, count: int, repeats: int) -> dict[str, float]:
-    spec = CatalogSpec(steps=count, chunks=_CHUNKS, repeats=repeats, **_told(where))
-    found = run_isolated(catalog.__name__, spec, where.result, timeout=_PATIENCE + count / 20)
-    took = json_decoder(dict[str, float]).decode(found)
+def _of_steps(folder: Path, count: int, repeats: int) -> dict[str, float]:
+    spec = partial(CatalogSpec, steps=count, chunks=_CHUNKS, repeats=repeats)
+    took = run_isolated(dict[str, float], catalog.__name__, folder, spec, timeout=_PATIENCE + count / 20)
     return {
         "first opening": took["open_large_first_s"],
         "later opening": took["open_large_s"],

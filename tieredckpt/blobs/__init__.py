@@ -5,16 +5,7 @@ A store is imported from its own module, so that none of them loads what another
 
 from __future__ import annotations
 
-from tieredckpt.blobs.base import (
-    ALIGNMENT,
-    BlobInfo,
-    BlobStore,
-    Buffer,
-    Survives,
-    Traits,
-    check_key,
-    check_prefix,
-)
+from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, BlobStore, Buffer, Survives, Traits, check_key, check_prefix
 
 __all__ = [
     "ALIGNMENT",

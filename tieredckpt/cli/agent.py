@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tieredckpt.agent.run import run_agent
+from tieredckpt.agent.agent import run_agent
 from tieredckpt.cli.console import errors, output, printable
 from tieredckpt.config import load
 from tieredckpt.events import (

@@ -12,14 +12,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tieredckpt.bench.compare import compare, unlike
 from tieredckpt.bench.peers import OURS
-from tieredckpt.bench.report import AIMS, Aim, Report, Row, load_report, make_report
+from tieredckpt.bench.report import AIMS, Aim, Report, Row, compare, load_report, make_report, unlike
 from tieredckpt.bench.run import MEASURED, Outcome, Request, run
 from tieredckpt.bench.workloads import workload_named
 from tieredckpt.cli import amounts
 from tieredckpt.cli.console import errors, output, print_json, print_table, printable
-from tieredckpt.cli.opening import Json
+from tieredckpt.cli.opening import Device, Json
 from tieredckpt.errors import Invalid
 from tieredckpt.units import format_duration, format_rate, format_size
 
@@ -37,9 +36,7 @@ _BAR = 80
 def bench(
     context: typer.Context,
     size: Annotated[str, typer.Option(help="Bytes of the state.")] = "1 GiB",
-    folder: Annotated[
-        Path, typer.Option(help="Where to write: on the device that matters.", exists=True, file_okay=False)
-    ] = Path(),
+    folder: Device = Path(),
     peers: Annotated[str, typer.Option(help="`all` that are installed, `none`, or names separated by commas.")] = "all",
     workloads: Annotated[
         str, typer.Option(help="What the state looks like; the first is measured in full.")

@@ -10,13 +10,12 @@ from typing import Annotated, Any
 import numpy.typing as npt
 import typer
 
-from tieredckpt.bench.codecs import CodecRow, measure_codecs
+from tieredckpt.bench.codecs import CodecRow, LossyTier, RuleRow, measure_codecs
 from tieredckpt.bench.durable import RUNS, DurableRow, Sample, measure_durable
-from tieredckpt.bench.lossy import LossyTier, RuleRow
 from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.cli import amounts
 from tieredckpt.cli.console import bar, print_json, print_table, printable
-from tieredckpt.cli.opening import Json, StorePath, reading
+from tieredckpt.cli.opening import Json, Keys, StorePath, reading
 from tieredckpt.config import load
 from tieredckpt.config.lossy import LossyRule
 from tieredckpt.errors import Invalid
@@ -32,10 +31,7 @@ _CHUNK = 16 << 20
 def bench_codecs(
     store: StorePath,
     step: Annotated[int | None, typer.Option(help="The newest if left out.", show_default=False)] = None,
-    keys: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only these keys or patterns (params/**); repeat for more."),
-    ] = None,
+    keys: Keys = None,
     size: Annotated[str, typer.Option(help="Measure about so many bytes, spread over all that is read.")] = "1 GiB",
     max_error: Annotated[
         str | None,

@@ -20,7 +20,7 @@ from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import amounts
 from tieredckpt.cli.console import errors, output, print_json, print_table, printable
-from tieredckpt.cli.opening import Json
+from tieredckpt.cli.opening import Device, Json
 from tieredckpt.units import format_duration, format_rate, format_size, parse_duration
 
 __all__ = ["bench_gpu"]
@@ -31,9 +31,7 @@ def bench_gpu(
         str | None,
         typer.Option(help="Bytes of the state, about; 20 GB, or what memory and time allow.", show_default=False),
     ] = None,
-    folder: Annotated[
-        Path, typer.Option(help="Where to write: on the device that matters.", exists=True, file_okay=False)
-    ] = Path(),
+    folder: Device = Path(),
     peers: Annotated[bool, typer.Option(help="Measure the peers that are installed, too.")] = True,
     repeats: Annotated[int, typer.Option(min=1, help="How often each way is measured, if time allows.")] = 5,
     within: Annotated[str, typer.Option(help="Time for all of it, about.")] = "8 min",

@@ -13,7 +13,7 @@ from tieredckpt._picture import check_picture
 from tieredckpt.bench.sweep import BYTES, LEAVES, STEPS, Curves, Point, draw, sweep
 from tieredckpt.cli import amounts
 from tieredckpt.cli.console import errors, print_json, print_table, printable
-from tieredckpt.cli.opening import Json
+from tieredckpt.cli.opening import Device, Json
 from tieredckpt.errors import Invalid
 from tieredckpt.units import format_duration, format_size
 
@@ -21,9 +21,7 @@ __all__ = ["bench_sweep"]
 
 
 def bench_sweep(
-    folder: Annotated[
-        Path, typer.Option(help="Where to write: on the device that matters.", exists=True, file_okay=False)
-    ] = Path(),
+    folder: Device = Path(),
     size: Annotated[str, typer.Option(help="The largest state; needs five times as much on the device.")] = "4 GiB",
     leaves: Annotated[int, typer.Option(min=1, help="The most leaves.")] = LEAVES[-1],
     steps: Annotated[int, typer.Option(min=1, help="The longest history.")] = STEPS[-1],

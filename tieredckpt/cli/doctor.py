@@ -19,7 +19,7 @@ from tieredckpt.blobs.tier_checkup import check_tier
 from tieredckpt.cli import amounts
 from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import output, print_json, print_table, waiting
-from tieredckpt.cli.opening import Json
+from tieredckpt.cli.opening import Json, MaybeStore
 from tieredckpt.cli.ram import folders, found_ram
 from tieredckpt.config import TierConfig, load
 from tieredckpt.devices.examine import facts as devices
@@ -30,12 +30,7 @@ __all__ = ["doctor"]
 
 
 def doctor(
-    store: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[STORE]", help="A configuration (.toml), or the folder or URL of a store.", show_default=False
-        ),
-    ] = None,
+    store: MaybeStore = None,
     size: Annotated[str, typer.Option(help="Bytes of the large object that is written and read.")] = "64 MiB",
     tier: Annotated[str | None, typer.Option(help="Only this tier, and no export.", show_default=False)] = None,
     as_json: Json = False,

@@ -8,7 +8,7 @@ import typer
 
 from tieredckpt.cli import amounts
 from tieredckpt.cli.console import LOSSY, bar, output, print_json, printable, waiting
-from tieredckpt.cli.opening import Json, Lossy, Step, StorePath, creating, is_there, reading
+from tieredckpt.cli.opening import Json, Keys, Lossy, Step, StorePath, creating, is_there, reading
 from tieredckpt.errors import Invalid
 from tieredckpt.interchange import Exported, import_step, read_checkpoint
 from tieredckpt.interchange.exporting import export_copy
@@ -62,10 +62,7 @@ def export(
             show_default=False,
         ),
     ] = None,
-    keys: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only these keys or patterns (params/**); repeat for more."),
-    ] = None,
+    keys: Keys = None,
     cast: Annotated[
         str | None, typer.Option(metavar="bf16|fp16", help="Of safetensors: floats as 16 bits.", show_default=False)
     ] = None,

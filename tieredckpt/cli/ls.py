@@ -9,17 +9,11 @@ from typing import Annotated
 import typer
 
 from tieredckpt.cli.console import metrics_text, output, print_json, print_table, when
-from tieredckpt.cli.opening import Json, reading
+from tieredckpt.cli.opening import Json, MaybeStore, reading
 from tieredckpt.cli.ram import print_ram
 from tieredckpt.engine.inventory import StepInfo, TierInfo
 from tieredckpt.units import format_size
 
-MaybeStore = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="STORE", help="A configuration (.toml), or the folder or URL of a store.", show_default=False
-    ),
-]
 Ram = Annotated[
     bool, typer.Option("--ram", help="List instead what RAM your stores have on this machine, and whose it is.")
 ]

@@ -22,8 +22,11 @@ from tieredckpt.store import CheckpointStore
 from tieredckpt.sync import SyncStore
 
 __all__ = [
+    "Device",
     "Json",
+    "Keys",
     "Lossy",
+    "MaybeStore",
     "Step",
     "StorePath",
     "creating",
@@ -36,15 +39,16 @@ __all__ = [
 
 T = TypeVar("T")
 
-StorePath = Annotated[
-    str,
-    typer.Argument(
-        metavar="STORE", help="A configuration (.toml), or the folder or URL of a store.", show_default=False
-    ),
-]
+_STORE = "A configuration (.toml), or the folder or URL of a store."
+StorePath = Annotated[str, typer.Argument(metavar="STORE", help=_STORE, show_default=False)]
+MaybeStore = Annotated[str | None, typer.Argument(metavar="[STORE]", help=_STORE, show_default=False)]
 Step = Annotated[int | None, typer.Argument(metavar="STEP", help="The newest if left out.", show_default=False)]
+Keys = Annotated[
+    list[str] | None, typer.Option(metavar="PATTERN", help="Only these keys or patterns (params/**); repeat for more.")
+]
 Lossy = Annotated[bool, typer.Option("--lossy", help="Take a lossy copy where the step cannot be had as it was saved.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Device = Annotated[Path, typer.Option(help="Where to write: on the device that matters.", exists=True, file_okay=False)]
 
 
 @contextmanager
@@ -96,7 +100,7 @@ def newest_arrays(config: StoreConfig) -> tuple[ArrayInfo, ...] | None:
 
 def _looked_at(config: StoreConfig, look: Callable[[SyncStore, StepInfo], T]) -> T | None:
     exact = (tier for tier in config.slower if not tier.lossy)
-    folders = tuple(tier for tier in exact if _is_a_folder(tier) and _holds_a_store(tier))
+    folders = tuple(tier for tier in exact if isinstance(kind_of(tier).location(tier), Path) and _holds_a_store(tier))
     if not folders:
         return None
     try:
@@ -125,10 +129,6 @@ def _existing(source: str) -> StoreConfig:
             f"{source}: there is no store yet (looked in {places}); give the .toml or the folder that the trainer opens"
         )
     return config
-
-
-def _is_a_folder(tier: TierConfig) -> bool:
-    return isinstance(kind_of(tier).location(tier), Path)
 
 
 def _holds_a_store(tier: TierConfig) -> bool:

@@ -12,13 +12,13 @@ import numpy.typing as npt
 import typer
 
 from tieredckpt.cli.console import LOSSY, bar, errors, output, print_json, print_table, printable
-from tieredckpt.cli.opening import Json, Lossy, Step, StorePath, reading
+from tieredckpt.cli.opening import Json, Keys, Lossy, Step, StorePath, reading
 from tieredckpt.cli.show import shape_text
 from tieredckpt.config.tiers import refuse_url
 from tieredckpt.engine.inventory import StepDetails
 from tieredckpt.errors import Invalid
 from tieredckpt.interchange.exporting import export_copy
-from tieredckpt.interchange.stored_step import Arrays, StepCopy, StoredStep, from_copies
+from tieredckpt.interchange.stored_step import StepCopy, StoredStep, from_copies
 from tieredckpt.units import format_size
 
 __all__ = ["restore"]
@@ -30,10 +30,7 @@ _FIRST = 4
 def restore(
     store: StorePath,
     step: Step = None,
-    keys: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only these keys or patterns (params/**); repeat for more."),
-    ] = None,
+    keys: Keys = None,
     to: Annotated[
         str | None, typer.Option(metavar="FILE.npz|FOLDER", help="Extract to a new .npz or folder of .npy.")
     ] = None,
@@ -72,7 +69,11 @@ def _look(
             exported = export_copy(copy, target, keys=keys, progress=progress)
             return details, [], exported.sources, exported.lossy
         chosen = StoredStep(copy, keys=keys, progress=progress)
-        return details, _summaries(chosen.read()), chosen.sources, copy.lossy is not None
+        summaries = [
+            {"key": info.key, "dtype": info.dtype, "shape": info.shape, **_summary(array)}
+            for info, array in chosen.read()
+        ]
+        return details, summaries, chosen.sources, copy.lossy is not None
 
 
 def _target(to: str) -> str:
@@ -85,10 +86,6 @@ def _target(to: str) -> str:
         f"{to}: --to takes a name that ends in .npz, or one without a suffix, for a folder; other formats: tieredckpt "
         f"export STORE --to safetensors:{to}, and npy:{to} for a folder of this name"
     )
-
-
-def _summaries(arrays: Arrays) -> list[dict[str, Any]]:
-    return [{"key": info.key, "dtype": info.dtype, "shape": info.shape, **_summary(array)} for info, array in arrays]
 
 
 def _summary(array: npt.NDArray[Any]) -> dict[str, Any]:

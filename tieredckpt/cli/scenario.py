@@ -14,15 +14,7 @@ from tieredckpt.cli.console import errors, print_table, printable
 from tieredckpt.cli.opening import newest_arrays, newest_step
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.errors import Invalid
-from tieredckpt.plan.assumed import (
-    DROPPED,
-    MAGNITUDE,
-    NODE_MTBF,
-    SHARED_AT_MOST,
-    SOURCE,
-    STATE_OF_A_NODE,
-    Assumption,
-)
+from tieredckpt.plan.assumed import DROPPED, MAGNITUDE, NODE_MTBF, SHARED_AT_MOST, SOURCE, STATE_OF_A_NODE, Assumption
 from tieredckpt.plan.codecs import gains
 from tieredckpt.plan.scenario import KINDS, Kind, Rung, Scenario, derived_rungs, doubts, rungs
 from tieredckpt.units import format_duration, format_rate, format_size, parse_duration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, mo
 
 from tieredckpt._redact import redacted
 from tieredckpt.config.formats import format_named
-from tieredckpt.config.kinds import kind_of_url
+from tieredckpt.config.kinds import by_name, kind_of_url
 from tieredckpt.config.tiers import Name, PosixTier, TierConfig, expand, substitute, url_scheme
 from tieredckpt.errors import Invalid
 from tieredckpt.policy.base import AnyPromotion, AnyRetention, Promotion, Retention, parse
@@ -126,34 +127,17 @@ def place_of(url: str, name: str) -> TierConfig:
     return found
 
 
+def _export(context: Any, called: str | int, table: object) -> ExportConfig:
+    if isinstance(table, ExportConfig):
+        return table
+    if not isinstance(table, Mapping):
+        raise refusal([((), f"should be a table of settings, not {redacted(table)!r}")])
+    return ExportConfig.model_validate(dict(table), context=context)
+
+
 def _exports(value: object, info: ValidationInfo) -> tuple[ExportConfig, ...]:
     """Exports of a table by name, or of a sequence whose elements carry their names."""
-    if isinstance(value, Mapping):
-        value = [
-            {"name": str(name), **table} if isinstance(table, Mapping) else (str(name), table)
-            for name, table in value.items()
-        ]
-    if not isinstance(value, list | tuple):
-        raise Invalid(f"should be one table per export, not {redacted(value)!r}")
-    found: list[ExportConfig] = []
-    wrong: list[Problem] = []
-    for at, table in enumerate(value):
-        if isinstance(table, ExportConfig):
-            found.append(table)
-            continue
-        if not isinstance(table, Mapping):
-            place, shown = table if isinstance(table, tuple) and len(table) == 2 else (at, table)
-            wrong.append(((place,), f"should be a table of settings, not {redacted(shown)!r}"))
-            continue
-        named = table.get("name")
-        name = named if isinstance(named, str) else at
-        try:
-            found.append(ExportConfig.model_validate(dict(table), context=info.context))
-        except ValidationError as error:
-            wrong += problems(error, (name,))
-    if wrong:
-        raise refusal(wrong)
-    return tuple(found)
+    return by_name(value, "export", partial(_export, info.context))
 
 
 Exports = Annotated[tuple[ExportConfig, ...], BeforeValidator(_exports)]

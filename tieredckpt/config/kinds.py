@@ -42,6 +42,7 @@ __all__ = [
     "Opens",
     "TierKind",
     "Tiers",
+    "by_name",
     "exists",
     "kind_named",
     "kind_of",
@@ -54,6 +55,7 @@ __all__ = [
 GROUP = "tieredckpt.tiers"
 """The entry-point group of kinds of tier."""
 
+T = TypeVar("T")
 C = TypeVar("C", bound=TierConfig)
 C_contra = TypeVar("C_contra", bound=TierConfig, contravariant=True)
 
@@ -228,22 +230,26 @@ def _check(kind: object) -> TierKind[Any]:
     return kind
 
 
-def _tiers(value: object, info: ValidationInfo) -> tuple[TierConfig, ...]:
-    """Tiers of a table by name, or of a sequence whose elements carry their names."""
+def by_name(value: object, what: str, make: Callable[[str | int, object], T]) -> tuple[T, ...]:
+    """What ``make`` makes of each table in a table by name, or in a sequence whose elements carry their names.
+
+    Raises `Invalid` for a value that is neither, and pydantic's error with all problems, each below its table's name.
+    """
     tables: list[tuple[str | int, object]]
     if isinstance(value, Mapping):
-        tables = [(str(name), _named(str(name), table)) for name, table in value.items()]
+        tables = [
+            (str(name), {"name": str(name), **table} if isinstance(table, Mapping) else table)
+            for name, table in value.items()
+        ]
     elif isinstance(value, (list, tuple)):
-        tables = [(_name_of(tier, i), tier) for i, tier in enumerate(value)]
+        tables = [(_name_of(table, i), table) for i, table in enumerate(value)]
     else:
-        raise Invalid(f"should be one table per tier, not {redacted(value)!r}")
-    found: list[TierConfig] = []
+        raise Invalid(f"should be one table per {what}, not {redacted(value)!r}")
+    found: list[T] = []
     wrong: list[Problem] = []
     for name, table in tables:
         try:
-            found.append(_tier(table, info.context))
-            if found[-1].name != name:
-                wrong.append(((name, "name"), f"its table is called {name}; leave this out"))
+            found.append(make(name, table))
         except ValidationError as error:
             wrong += problems(error, (name,))
     if wrong:
@@ -251,16 +257,12 @@ def _tiers(value: object, info: ValidationInfo) -> tuple[TierConfig, ...]:
     return tuple(found)
 
 
-def _named(name: str, table: object) -> object:
-    return {"name": name, **table} if isinstance(table, Mapping) else table
-
-
 def _name_of(tier: object, index: int) -> str | int:
     name = tier.get("name") if isinstance(tier, Mapping) else getattr(tier, "name", None)
     return name if isinstance(name, str) else index
 
 
-def _tier(table: object, context: Any) -> TierConfig:
+def _tier(context: Any, called: str | int, table: object) -> TierConfig:
     if isinstance(table, TierConfig):
         return table
     if not isinstance(table, Mapping):
@@ -272,7 +274,14 @@ def _tier(table: object, context: Any) -> TierConfig:
         model: type[TierConfig] = kind_named(str(name)).config
     except Invalid as error:
         raise refusal([(("kind",), str(error))]) from error
-    return model.model_validate(dict(table), context=context)
+    found = model.model_validate(dict(table), context=context)
+    if found.name != called:
+        raise refusal([(("name",), f"its table is called {called}; leave this out")])
+    return found
+
+
+def _tiers(value: object, info: ValidationInfo) -> tuple[TierConfig, ...]:
+    return by_name(value, "tier", functools.partial(_tier, info.context))
 
 
 Tiers = Annotated[tuple[SerializeAsAny[TierConfig], ...], BeforeValidator(_tiers)]

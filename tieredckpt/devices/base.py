@@ -15,10 +15,15 @@ import numpy.typing as npt
 
 from tieredckpt.errors import DeviceUnavailable
 
-__all__ = ["Bytes", "Device", "DeviceArray", "DeviceFull", "Driver", "Event", "Stream"]
+__all__ = ["Bytes", "Device", "DeviceArray", "DeviceFull", "Driver", "Event", "Stream", "address"]
 
 Bytes = npt.NDArray[np.uint8]
 """Host memory: one-dimensional and contiguous."""
+
+
+def address(memory: Bytes) -> int:
+    """Address of host memory."""
+    return int(memory.__array_interface__["data"][0])
 
 
 class DeviceFull(DeviceUnavailable):

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from tieredckpt.devices.base import Bytes, Device, DeviceFull, Driver, Event, Stream
-from tieredckpt.devices.strided import raw_bytes
+from tieredckpt.devices.base import Bytes, Device, DeviceFull, Driver, Event, Stream, address
 from tieredckpt.errors import DeviceUnavailable
 from tieredckpt.units import format_size
 
@@ -66,7 +65,7 @@ class _CudaStream:
             try:
                 flat = _flat(source)
             except torch.cuda.OutOfMemoryError:
-                flat = raw_bytes(source)  # on the host
+                flat = _raw_bytes(source)  # on the host
             start = 0
             for target in targets:
                 end = start + target.size
@@ -147,11 +146,11 @@ class _CudaDevice:
 class _CudaDriver:
     def register(self, memory: Bytes) -> None:
         # On a thread that launches no kernel later: a refusal stays that thread's last error.
-        code = torch.cuda.cudart().cudaHostRegister(_address(memory), memory.nbytes, _PORTABLE)
+        code = torch.cuda.cudart().cudaHostRegister(address(memory), memory.nbytes, _PORTABLE)
         self._check("cudaHostRegister", code)
 
     def unregister(self, memory: Bytes) -> None:
-        self._check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(_address(memory)))
+        self._check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address(memory)))
 
     def _check(self, what: str, code: Any) -> None:
         if int(code) != 0:
@@ -196,5 +195,32 @@ def device_of(tensor: Any) -> Device:
     return _device(tensor.device.index)
 
 
-def _address(memory: Bytes) -> int:
-    return int(memory.__array_interface__["data"][0])
+_WASTE = 4
+"""Bytes that are brought to the host at most for each that is wanted, where a tensor can be divided."""
+
+
+def _raw_bytes(source: Any) -> Any:
+    """Those of ``source`` as a tensor of bytes on the host, by copies of memory as it lies. Blocking, and slow."""
+    plain = source.detach()
+    if conjugate := plain.is_conj():
+        plain = plain.conj()
+    if negative := plain.is_neg():
+        plain = torch._neg_view(plain)
+    found = _brought(plain)
+    if conjugate:
+        found = found.conj().resolve_conj()
+    if negative:
+        found = found.neg()
+    return found.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _brought(plain: Any) -> Any:
+    """The tensor on the host: by the memory between its first and last item, or along its longest stride in parts."""
+    if not plain.numel():
+        return torch.empty(plain.shape, dtype=plain.dtype)
+    reach = sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True)) + 1
+    if reach <= _WASTE * plain.numel():
+        lies = plain.as_strided((reach,), (1,)).cpu()
+        return lies.as_strided(plain.shape, plain.stride())
+    along = max(range(plain.dim()), key=lambda axis: plain.stride(axis) * (plain.shape[axis] > 1))
+    return torch.stack([_brought(part) for part in plain.unbind(along)], along)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from tieredckpt.devices.base import Bytes, Driver
+from tieredckpt.devices.base import Bytes, Driver, address
 from tieredckpt.units import format_size
 
 __all__ = ["BUFFER", "HostMemory", "Registered"]
@@ -69,7 +69,7 @@ class Registered:
 
     def within(self, memory: Bytes) -> list[Bytes] | None:
         """``memory`` in parts that lie in one range each; None unless all of it is registered."""
-        offset = _address(memory) - _address(self.mapping)
+        offset = address(memory) - address(self.mapping)
         ends = self._ends  # it only grows
         if offset < 0 or not ends or offset + memory.size > ends[-1]:
             return None
@@ -192,7 +192,3 @@ class HostMemory:
             self.forget(mapping)
         with self._guards_members:
             self._buffers.clear()
-
-
-def _address(memory: Bytes) -> int:
-    return int(memory.__array_interface__["data"][0])

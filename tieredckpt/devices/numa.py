@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tieredckpt.devices.base import Bytes, Device
+from tieredckpt.devices.base import Bytes, Device, address
 from tieredckpt.devices.drivers import drivers
 from tieredckpt.errors import DeviceUnavailable
 
@@ -76,7 +76,7 @@ class Numa:
         ``memory`` begins at a page. Of shared memory it holds for every process that asks for pages of that file.
         """
         mode = _PREFERRED if len(nodes) == 1 else _INTERLEAVED
-        self.mbind(int(memory.__array_interface__["data"][0]), memory.nbytes, mode, nodes)
+        self.mbind(address(memory), memory.nbytes, mode, nodes)
 
 
 NUMA = Numa()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from functools import partial
 
 from tieredckpt.engine.keeping.collector import Collected, Collector
 from tieredckpt.engine.keeping.safety import check_deletable, check_unread
 from tieredckpt.engine.repairing.repack import collect_on
 from tieredckpt.engine.repairing.scrub import scrub
-from tieredckpt.engine.repairing.verify import Verified, verify_step
+from tieredckpt.engine.repairing.verify import Verified, Verifier
 from tieredckpt.engine.state.adoption import adopt_if_gone
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -158,19 +157,15 @@ class Admin:
         progress: Callable[[int], None] | None,
     ) -> list[Verified]:
         """Read all of a step on one tier or on every tier that holds it, and repair what is damaged if asked."""
-        if repair:
-            self._state.check_writable("repair")
-        if repair and name is not None:
-            self._check_ours(f"repair tier {name!r}", self._state.manages(self._state.any_tier(name)))
-        verify = partial(verify_step, self._state, self._collector, repair=repair, progress=progress)
+        verifier = self._verifier(name, repair, progress)
         if name in self.derived:
             return await self.derived[name].verify(number, serial, name, repair=repair, progress=progress)
         if name is not None or not self.derived:
-            return await verify(number, serial, name)
+            return await verifier.verify(number, serial, name)
         found: list[Verified] = []
         missing: NotFound | None = None
         try:
-            found += await verify(number, serial, None)
+            found += await verifier.verify(number, serial, None)
         except NotFound as error:
             missing = error
         if found and (step := found[0].id) is not None:
@@ -186,17 +181,21 @@ class Admin:
         self, name: str | None, *, repair: bool, rate: float | None, progress: Callable[[int], None] | None
     ) -> list[Verified]:
         """See `tieredckpt.engine.repairing.scrub`."""
+        verifier = self._verifier(name, repair, progress)
+        if name in self.derived:
+            return await self.derived[name].scrub(name, repair=repair, rate=rate, progress=progress)
+        found = await scrub(verifier, self._tiers if name is None else (self._state.tier(name),), rate)
+        for each, theirs in self.derived.items() if name is None else ():
+            found += await theirs.scrub(each, repair=repair, rate=rate, progress=progress)
+        return found
+
+    def _verifier(self, name: str | None, repair: bool, progress: Callable[[int], None] | None) -> Verifier:
+        """What verifies the tier ``name``, or all. Raises `Invalid` where this process cannot ``repair`` it."""
         if repair:
             self._state.check_writable("repair")
         if repair and name is not None:
             self._check_ours(f"repair tier {name!r}", self._state.manages(self._state.any_tier(name)))
-        if name in self.derived:
-            return await self.derived[name].scrub(name, repair=repair, rate=rate, progress=progress)
-        tiers = self._tiers if name is None else (self._state.tier(name),)
-        found = await scrub(self._state, self._collector, tiers, repair=repair, rate=rate, progress=progress)
-        for each, theirs in self.derived.items() if name is None else ():
-            found += await theirs.scrub(each, repair=repair, rate=rate, progress=progress)
-        return found
+        return Verifier(self._state, self._collector, repair, progress)
 
 
 class DerivedAdmin(Admin):

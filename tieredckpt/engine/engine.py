@@ -23,7 +23,7 @@ from tieredckpt.config.kinds import kind_of
 from tieredckpt.devices.base import Bytes
 from tieredckpt.devices.memory import HostMemory
 from tieredckpt.engine import limits
-from tieredckpt.engine.admin import Admin, DerivedAdmin
+from tieredckpt.engine.admin import DerivedAdmin
 from tieredckpt.engine.exporting.exporter import Exporter, ExportInfo
 from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.keeping.collector import Collector
@@ -31,7 +31,7 @@ from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.mode.alone import Alone, Reader
 from tieredckpt.engine.mode.among_ranks import AmongRanks
 from tieredckpt.engine.mode.beside_agent import BesideAgent
-from tieredckpt.engine.opening.connect import connect, connect_ram, make_derived_tiers, make_tiers
+from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
 from tieredckpt.engine.opening.identify import identify
 from tieredckpt.engine.opening.ram import keep_noted
 from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
@@ -134,7 +134,7 @@ class Engine:
     def _prepare(self, group: Group | None) -> None:
         config = self._config
         tiers, derived = (
-            make(config, read_only=self._read_only, events=self.events) for make in (make_tiers, make_derived_tiers)
+            make_tiers(config, read_only=self._read_only, events=self.events, derived=each) for each in (False, True)
         )
         self.state = State(
             config=config,
@@ -155,9 +155,10 @@ class Engine:
         connect_ram(self.state, sharers=_sharers(config.ram, group), folder=self._ram)
         self.admin = self.mode.admin
         if self._role is not Role.TRAINER:  # whose agent carries them out
-            self.admin.derived = {
-                each.target.name: _admin_of(each, self._deriving[each.target.name]) for each in self.state.derivations
-            }
+            for each in self.state.derivations:
+                collector = self._deriving[each.target.name]
+                admin = DerivedAdmin(each, collector, partial(copy_step, each, collector))
+                self.admin.derived[each.target.name] = admin
         self.background_repair = BackgroundRepair(self.state, self.collector, self.mode.repair_elsewhere)
         flattener = Flattener()
         self.restorer = Restorer(
@@ -342,10 +343,6 @@ class Engine:
         self.prepare_memory()
         return saved
 
-    def is_due(self, step: int) -> bool:
-        """The schedule's answer, the same on all ranks."""
-        return self.mode.is_due(step)
-
     async def reached(self, step: StepId, name: str) -> None:
         """See `waiting.reached`."""
         await self.mode.reached(step, name, partial(reached, self.state, self.promoters, step, name))
@@ -375,21 +372,11 @@ class Engine:
         """Every export that this process makes, as it is now."""
         return () if self.exporter is None else self.exporter.infos()
 
-    # -- looking ------------------------------------------------------------------------------------------
-
-    async def looking(self, work: Callable[[], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
-        """The result of work that asks what the store holds; where nothing is written, see `Refresh.looking`."""
-        return await self.mode.looking(work, packs=packs)
-
 
 def _take_memory(slab: Slab, mapping: Bytes, reached: HostMemory) -> None:
     """Take the memory that is expected, and let the devices reach what there is. Blocking."""
     slab.prepare()
     reached.extend(mapping, slab.reserved)
-
-
-def _admin_of(derivation: State, collector: Collector) -> Admin:
-    return DerivedAdmin(derivation, collector, partial(copy_step, derivation, collector))
 
 
 def _sharers(ram: RamTier | None, group: Group | None) -> int:

@@ -11,15 +11,15 @@ import contextlib
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from tieredckpt._callbacks import SLOW, name_slow
+from tieredckpt import _callbacks
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.latch import Latch
 from tieredckpt.errors import Closed, Invalid
 
-__all__ = ["EngineLoop", "EngineThread", "Work"]
+__all__ = ["EngineLoop", "EngineThread", "Latch", "Work"]
 
 T = TypeVar("T")
 
@@ -27,6 +27,45 @@ _log = logging.getLogger("tieredckpt")
 
 _JOIN = 1.0
 """Seconds that a thread may take to end after its last line has run."""
+
+
+class Latch:
+    """Is opened once, and stays open. Any thread, and any signal handler, may call any method.
+
+    It has no lock that a handler could find taken, as those of `threading` have: the engine's thread would wait for the
+    lock, and the handler, in the middle of what its thread was doing with the lock, for the engine's thread.
+    """
+
+    def __init__(self) -> None:
+        self._open = False
+        self._waiting: deque[Callable[[], object]] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def open(self) -> None:
+        """Wake everybody who waits. Never blocks."""
+        self._open = True
+        while True:
+            try:
+                go_on = self._waiting.popleft()
+            except IndexError:
+                return
+            go_on()
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Call ``call`` once it is open: on the thread that opens it, or at once."""
+        self._waiting.append(call)
+        if self._open:
+            self.open()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Block until it is open, or for so long; whether it is."""
+        turn = threading.Lock()  # one for each who waits: a handler never meets the one that it interrupted
+        turn.acquire()
+        self.then(turn.release)
+        return turn.acquire(timeout=-1 if seconds is None else max(0.0, seconds))
 
 
 class Work(Generic[T]):
@@ -139,6 +178,11 @@ class EngineThread:
         """Whether this process has a copy of it alone, without the thread: it is a child of the one that made it."""
         return os.getpid() != self._process
 
+    def wait_for(self, latch: Latch) -> None:
+        """Block until ``latch`` is open; a callback that keeps the thread busy is named meanwhile."""
+        while not latch.wait(_callbacks.SLOW):
+            _callbacks.name_slow(self.number)
+
     def check_process(self) -> None:
         """Raise `Closed` in a process that was forked from the one that made it."""
         if self.was_forked:
@@ -236,7 +280,7 @@ class EngineLoop:
                 caller.call_soon_threadsafe(ended.set)
 
         work.ended.then(wake)
-        watching = caller.call_later(SLOW, _watch, self.thread, caller, ended)
+        watching = caller.call_later(_callbacks.SLOW, _watch, self.thread, caller, ended)
         cancelled = False
         try:
             while not ended.is_set():
@@ -267,8 +311,7 @@ class EngineLoop:
         work = self._work(coroutine, closes)
         try:
             self.thread.submit(work)
-            while not work.ended.wait(SLOW):
-                name_slow(self.thread.number)
+            self.thread.wait_for(work.ended)
         except BaseException:
             work.cancel()
             if not work.ended.is_open:
@@ -309,5 +352,5 @@ def _closed() -> Closed:
 def _watch(thread: EngineThread, caller: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
     """Name what keeps the engine's thread from a call, from the loop that waits for it."""
     if not ended.is_set():
-        name_slow(thread.number)
-        caller.call_later(SLOW, _watch, thread, caller, ended)
+        _callbacks.name_slow(thread.number)
+        caller.call_later(_callbacks.SLOW, _watch, thread, caller, ended)

@@ -311,13 +311,13 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
     if taken != len(table) or len(values) != len(arrays) + taken // digests.SIZE:
         raise Corrupt(f"{btree_path}: arrays, chunks and digests do not match in number")
     index = StepIndex(record, arrays)
-    known = sum(_settle_array(index, node, btree_path) for node in array_nodes(record.structure))
+    known = sum(_fit_array(index, node, btree_path) for node in array_nodes(record.structure))
     if known != len(arrays):
         raise Corrupt(f"{btree_path}: {len(arrays) - known} arrays or blocks are not those of the tree")
     return index
 
 
-def _settle_array(index: StepIndex, node: ArrayNode, where: str) -> int:
+def _fit_array(index: StepIndex, node: ArrayNode, where: str) -> int:
     """Give an array the dtype that the tree has, once it is found to fit; the number of boxes that it is in."""
     dtype = zarr.dtype_from_name(node.dtype)
     arrays, blocks = index.arrays, index.blocks(node.key)

@@ -16,15 +16,7 @@ nodes appear when there is more than one leaf, and their heights fall by one tow
 from __future__ import annotations
 
 from tieredckpt.format.ocdbt_codec import Extent, Value
-from tieredckpt.format.ocdbt_read import (
-    NodeReader,
-    Root,
-    decode,
-    decode_nodes,
-    find,
-    find_in_nodes,
-    read_root,
-)
+from tieredckpt.format.ocdbt_read import NodeReader, Root, decode, decode_nodes, find, find_in_nodes, read_root
 from tieredckpt.format.ocdbt_write import NODE_BYTES, Index, Keys, encode, encode_values
 
 __all__ = [

@@ -63,7 +63,27 @@ __all__ = ["TieredReader", "TieredWriter"]
 _log = logging.getLogger("tieredckpt")
 
 
-class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for a stager who does not inherit from it
+class _OneStep:
+    """What writer and reader of one step have alike: it has no other name, and its plans stay as they are."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            instead = f"{type(self).__name__}(store, step)"
+            raise Invalid(f"leave out checkpoint_id={checkpoint_id!r}: the step is the argument of {instead}")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+
+# The runtime takes nobody for a stager who does not inherit from it.
+class TieredWriter(_OneStep, StorageWriter, AsyncStager):
     """Saves one step, for `dcp.save` and `dcp.async_save`; a call of all ranks of the store.
 
     The state is copied once, into RAM: by `dcp.async_save` before it returns. `dcp.save` returns when the ranks have
@@ -117,20 +137,7 @@ class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for 
 
     # -- as a writer --------------------------------------------------------------------------------------
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        _refuse_id(checkpoint_id, "TieredWriter(store, step)")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save the state dict, unless `stage` did."""
@@ -168,7 +175,7 @@ class TieredWriter(StorageWriter, AsyncStager):  # the runtime takes nobody for 
             self._saved = error
 
 
-class TieredReader(StorageReader):
+class TieredReader(_OneStep, StorageReader):
     """Loads one step, for `dcp.load`; a call of all ranks of the store, whatever number of them saved the step.
 
     Tensors are read where they are wanted, by each rank its own parts; each chunk is verified. Tensors of the CPU that
@@ -185,13 +192,6 @@ class TieredReader(StorageReader):
         self._store, self._step, self._resume = store, step, resume
         self._tree: Any = None
         self._keys: dict[str, ArraySpec] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        _refuse_id(checkpoint_id, "TieredReader(store, step)")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Metadata of the step: one chunk for each tensor. Raises `NotFound`."""
@@ -221,12 +221,6 @@ class TieredReader(StorageReader):
         return Metadata(entries, planner_data=self._paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Restore what the plan asks for, all of it in one call of the store."""
@@ -334,11 +328,6 @@ def _at(tree: Any, path: Sequence[str | int]) -> Any:
         else:
             tree = next(value for key, value in tree.items() if str(key) == name)
     return tree
-
-
-def _refuse_id(checkpoint_id: object, instead: str) -> None:
-    if checkpoint_id is not None:
-        raise Invalid(f"leave out checkpoint_id={checkpoint_id!r}: the step is the argument of {instead}")
 
 
 def _done(value: Any) -> Future[Any]:

@@ -34,12 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tieredckpt import (
-    CheckpointStore,
-    Invalid,
-    StoreConfig,
-    SyncStore,
-)
+from tieredckpt import CheckpointStore, Invalid, StoreConfig, SyncStore
 from tieredckpt.config import load
 from tieredckpt.integrations.dcp import TieredReader
 from tieredckpt.integrations.named_steps import PATHS, NamedSteps, meant_by

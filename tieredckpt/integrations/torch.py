@@ -30,16 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tieredckpt import (
-    AS_SAVED,
-    Checkpoint,
-    CheckpointStore,
-    Invalid,
-    Shard,
-    SyncCheckpoint,
-    SyncStore,
-    TieredCkptError,
-)
+from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, Invalid, Shard, SyncCheckpoint, SyncStore, TieredCkptError
 from tieredckpt.integrations._copies import with_copies
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.config.formats import Digests, Format
-from tieredckpt.format.digest import SIZE, Digester, digest
+from tieredckpt.format.digest import SIZE, Digester
 
 __all__ = ["Content", "Digests", "Format", "content", "is_name"]
 
@@ -38,9 +38,9 @@ def content(array: npt.NDArray[Any]) -> bytes:
     """What is compared after writing: the bytes of an array, and their number, but not its dtype, since bytes of the
     same array come back under several.
     """
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    found = digest(flat) if flat.size else bytes(SIZE)
-    return found + flat.size.to_bytes(8, "big")
+    found = Content()
+    found.add(np.ascontiguousarray(array))
+    return found.value()
 
 
 def is_name(name: str) -> bool:

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tieredckpt.engine.exporting.folder import FolderFiles, flush_tree, flushed_folder
+from tieredckpt.blobs.posix.files import sync_folder
+from tieredckpt.engine.exporting.folder import FolderFiles, flush_tree
 from tieredckpt.engine.inventory import Scalar, StepInfo
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
 from tieredckpt.interchange.base import Digests, Format
@@ -161,7 +162,7 @@ def _new(to: Path) -> Iterator[Path]:
                 if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                     raise _exists(to) from error
                 raise
-            flushed_folder(to.parent)
+            sync_folder(to.parent)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:

@@ -57,7 +57,7 @@ def _read_tree(folder: Path) -> Any:
     values: list[tuple[Leaf, Any]] = []
     for leaf in found.leaves:
         if not leaf.stored:
-            values.append((leaf, EMPTY.get(leaf.type, _none)()))
+            values.append((leaf, EMPTY.get(leaf.type, lambda: None)()))
         elif leaf.type == "string":
             if leaf.name not in texts:
                 raise Corrupt(f"{folder / '_strings.json'} does not have {leaf.name!r}, which {METADATA} lists")
@@ -71,10 +71,6 @@ def _read_tree(folder: Path) -> Any:
             array = arrays.pop(leaf.name)
             values.append((leaf, _value(metadata, leaf, array, keys.get(leaf.name))))
     return build(metadata, values)
-
-
-def _none() -> None:
-    return None
 
 
 def _value(metadata: Path, leaf: Leaf, array: Any, prng: str | None) -> Any:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt._batches import batches
 from tieredckpt.config.formats import Files
 from tieredckpt.engine.exporting.content import StepContent
 from tieredckpt.engine.inventory import ArrayInfo
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.interchange.base import Content, Format, content, is_name
 from tieredckpt.interchange.casts import CASTS, blocks, new_memory
-from tieredckpt.interchange.names import Names
 from tieredckpt.tree.leaf import ArraySpec
 
 __all__ = ["SAFETENSORS"]
@@ -178,7 +180,8 @@ def _stream(
     if files.single and shard_size is not None:
         raise Invalid("shard_size: the export is one file; give the path of a folder, or leave the size out")
     tensors = _named(step, None if cast is None else CASTS[cast], Names(rename or {}))
-    shards = [tensors] if files.single else _shards(tensors, _SHARD if shard_size is None else shard_size)
+    largest = _SHARD if shard_size is None else shard_size
+    shards = [tensors] if files.single else [*batches(tensors, lambda tensor: tensor.nbytes, largest)]
     if len(shards) == 1:
         return _write_file(step, files, "model.safetensors", tensors)
     written: dict[str, bytes] = {}
@@ -220,18 +223,6 @@ def _named(step: StepContent, cast: np.dtype[Any] | None, names: Names) -> list[
     return found
 
 
-def _shards(tensors: Sequence[_Tensor], largest: int) -> list[list[_Tensor]]:
-    shards: list[list[_Tensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > largest:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.nbytes
-    return shards
-
-
 def _write_file(step: StepContent, files: Files, name: str, tensors: Sequence[_Tensor]) -> dict[str, bytes]:
     # Wide ones first, so that each is aligned for its dtype.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
@@ -269,3 +260,54 @@ SAFETENSORS = Format(
     options=frozenset({"cast", "rename", "shard_size"}),
     suffix=".safetensors",
 )
+
+
+_WILDCARDS = re.compile(r"\*\*|\*")
+
+
+class Names:
+    """What leaves are called: their keys with full stops, or as a map says.
+
+    Args:
+        renamed: patterns over whole keys, ``**`` for anything and ``*`` for anything but slashes, and the name of each,
+            in which the same signs in the same order stand for what they matched: ``params/*/**`` to ``model.*.**``.
+            The first pattern that matches a key counts.
+
+    Raises `Invalid` for a name whose signs are not those of its pattern.
+    """
+
+    def __init__(self, renamed: Mapping[str, str]) -> None:
+        self._renamed = [(pattern, _compiled(pattern), name) for pattern, name in renamed.items()]
+        self._used: set[str] = set()
+        for pattern, name in renamed.items():
+            if _WILDCARDS.findall(pattern) != _WILDCARDS.findall(name):
+                raise Invalid(
+                    f"rename: {name!r} should have the signs * and ** of {pattern!r}, in the same order, as in "
+                    f"'params/**' to 'model.**'"
+                )
+
+    def __call__(self, path: Sequence[str]) -> str:
+        """The name of the leaf at a path."""
+        key = "/".join(path)
+        for pattern, compiled, name in self._renamed:
+            if (found := compiled.fullmatch(key)) is not None:
+                self._used.add(pattern)
+                return _filled(name, [part.replace("/", ".") for part in found.groups()])
+        return ".".join(path)
+
+    def check(self) -> None:
+        """Raise `Invalid` if a pattern has matched no leaf."""
+        if unused := [pattern for pattern, _, _ in self._renamed if pattern not in self._used]:
+            raise Invalid(f"rename: {unused[0]!r} matches no array, or only those that a pattern before it matches")
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    text = "".join(
+        {"**": "(.*)", "*": "([^/]*)"}.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern)
+    )
+    return re.compile(text, re.DOTALL)
+
+
+def _filled(name: str, parts: Sequence[str]) -> str:
+    between = _WILDCARDS.split(name)
+    return "".join(text for pair in zip_longest(between, parts, fillvalue="") for text in pair)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from tieredckpt._batches import batches
 from tieredckpt.devices.drivers import current_streams
 from tieredckpt.engine.exporting.content import Arrays, StepContent
 from tieredckpt.engine.inventory import ArrayInfo, StepDetails
@@ -120,7 +121,7 @@ class StoredStep(StepContent):
 
     def read(self, arrays: Sequence[ArrayInfo] | None = None) -> Arrays:
         """See `StepContent.read`."""
-        for part in _parts(self.arrays if arrays is None else arrays):
+        for part in batches(self.arrays if arrays is None else arrays, lambda array: array.nbytes, _PART):
             found = self.copy.restore([array.key for array in part])
             self._compare(found.serial)
             self.sources.update(found.sources)
@@ -149,16 +150,3 @@ class StoredStep(StepContent):
     def _compare(self, serial: int) -> None:
         if serial != self.info.serial:
             raise Conflict(f"step {self.info.step} was saved again while it was read; begin anew")
-
-
-def _parts(arrays: Sequence[ArrayInfo]) -> Iterator[list[ArrayInfo]]:
-    part: list[ArrayInfo] = []
-    size = 0
-    for array in arrays:
-        if part and size + array.nbytes > _PART:
-            yield part
-            part, size = [], 0
-        part.append(array)
-        size += array.nbytes
-    if part:
-        yield part

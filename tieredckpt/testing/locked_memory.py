@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from tieredckpt.devices.base import Bytes
+from tieredckpt.devices.base import Bytes, address
 
 __all__ = ["LockedMemory"]
 
@@ -24,14 +24,14 @@ class LockedMemory:
     def register(self, memory: Bytes) -> None:
         with self._guards_ranges:
             self._lock(memory.nbytes)
-            start = _address(memory)
+            start = address(memory)
             if any(start < end and first < start + memory.nbytes for first, end in self.registered.items()):
                 raise OSError("cudaHostRegister answered 712: part or all of the requested memory range is mapped")
             self.registered[start] = start + memory.nbytes
 
     def unregister(self, memory: Bytes) -> None:
         with self._guards_ranges:
-            if self.registered.pop(_address(memory), None) is None:
+            if self.registered.pop(address(memory), None) is None:
                 raise OSError("cudaHostUnregister answered 713: the memory is not registered")
             if self._lockable is not None:
                 self._lockable += memory.nbytes
@@ -40,7 +40,7 @@ class LockedMemory:
         with self._guards_ranges:
             self._lock(nbytes)
             memory = np.empty(nbytes, np.uint8)
-            self._pinned.append((_address(memory), _address(memory) + nbytes, memory))
+            self._pinned.append((address(memory), address(memory) + nbytes, memory))
             return memory
 
     def _lock(self, nbytes: int) -> None:
@@ -51,18 +51,14 @@ class LockedMemory:
 
     def is_registered(self, memory: Bytes) -> bool:
         """Whether it lies in a registered range, and in none of `pinned`."""
-        start = _address(memory)
+        start = address(memory)
         with self._guards_ranges:
             return any(first <= start < end for first, end in self.registered.items())
 
     def ranges_of(self, memory: Bytes) -> list[bool]:
         """For each page-locked range that has some of the memory, whether it has all."""
-        start = _address(memory)
+        start = address(memory)
         end = start + memory.nbytes
         with self._guards_ranges:
             ranges = [*self.registered.items(), *((first, last) for first, last, _ in self._pinned)]
         return [first <= start and end <= last for first, last in ranges if first < end and start < last]
-
-
-def _address(memory: Bytes) -> int:
-    return int(memory.__array_interface__["data"][0])

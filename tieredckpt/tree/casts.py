@@ -10,15 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.errors import Invalid
-from tieredckpt.format.structure import (
-    ArrayNode,
-    BoolNode,
-    ComplexNode,
-    FloatNode,
-    IntNode,
-    Node,
-    scalar_value,
-)
+from tieredckpt.format.structure import ArrayNode, BoolNode, ComplexNode, FloatNode, IntNode, Node, scalar_value
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.device_target import DeviceTarget, Filled
 

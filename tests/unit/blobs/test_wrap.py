@@ -217,7 +217,7 @@ class TestDeadline:
             faulty.hold(verb)
             with pytest.raises(Overdue, match=f"lustre: {verb} of packs/1"):
                 await call()
-        assert store.left_behind == 0
+        assert store.hanging == 0
 
     async def test_time_grows_with_the_bytes(self, faulty: Faulty) -> None:
         store = Deadline(faulty, "lustre", base=0.01, min_bandwidth=1000)
@@ -240,12 +240,12 @@ class TestDeadline:
         held = faulty.hold("put", stubborn=True)
         with pytest.raises(TierUnavailable):
             await store.put("key", [b"x"])
-        assert store.left_behind == 1
+        assert store.hanging == 1
         assert "hangs in the device" in caplog.text
         await store.put("other", [bytes(20_000)])  # which may take 20 s
         held.release()
         async with asyncio.timeout(20):
-            while store.left_behind:  # whoever asked for it has gone, and nobody else hears of it
+            while store.hanging:  # whoever asked for it has gone, and nobody else hears of it
                 await asyncio.sleep(0.001)
 
     async def test_calls_that_hang_are_told_of_once_until_none_does(
@@ -294,7 +294,7 @@ class TestDeadline:
         store = Deadline(inner, "nfs", base=0.01)
         with pytest.raises(Overdue):
             await store.delete("key")
-        assert store.hanging == store.left_behind == 1
+        assert store.hanging == 1
         assert "delete of key hangs" in caplog.text
         release.set()
         async with asyncio.timeout(20):

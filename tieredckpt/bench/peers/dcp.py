@@ -91,32 +91,19 @@ def _no_pinned_memory() -> str | None:
 
 _DURABILITY = "fsync of its files; the folder not synced"
 
-PEERS = (
+PEERS = tuple(
     Peer(
-        "dcp-thread",
-        "torch.distributed.checkpoint.async_save, thread, one stager",
+        f"dcp-{name}",
+        f"torch.distributed.checkpoint.async_save, {how}",
         _DURABILITY,
         "copy",
         ("existing", "new"),
-        absent("torch"),
-        partial(_Dcp, process=False, pinned=False),
-    ),
-    Peer(
-        "dcp-process",
-        "torch.distributed.checkpoint.async_save, process, one stager in shared memory",
-        _DURABILITY,
-        "copy",
-        ("existing", "new"),
-        absent("torch"),
-        partial(_Dcp, process=True, pinned=False),
-    ),
-    Peer(
-        "dcp-pinned",
-        "torch.distributed.checkpoint.async_save, thread, pinned memory",
-        _DURABILITY,
-        "copy",
-        ("existing", "new"),
-        _no_pinned_memory,
-        partial(_Dcp, process=False, pinned=True),
-    ),
+        missing,
+        partial(_Dcp, process=name == "process", pinned=name == "pinned"),
+    )
+    for name, how, missing in (
+        ("thread", "thread, one stager", absent("torch")),
+        ("process", "process, one stager in shared memory", absent("torch")),
+        ("pinned", "thread, pinned memory", _no_pinned_memory),
+    )
 )

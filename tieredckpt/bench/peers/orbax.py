@@ -104,23 +104,15 @@ def _join(setting: Setting) -> None:
 
 _DURABILITY = "TensorStore syncs its files; then a rename, the folder not synced"
 
-PEERS = (
+PEERS = tuple(
     Peer(
-        "orbax",
-        "AsyncCheckpointer, OCDBT, compression (its default), JAX arrays",
+        name,
+        f"AsyncCheckpointer, OCDBT, {how}, JAX arrays",
         _DURABILITY,
         "reference",
         ("new",),
         absent("jax", "orbax"),
-        partial(_Orbax, compression=True),
-    ),
-    Peer(
-        "orbax-raw",
-        "AsyncCheckpointer, OCDBT, use_compression=False, JAX arrays",
-        _DURABILITY,
-        "reference",
-        ("new",),
-        absent("jax", "orbax"),
-        partial(_Orbax, compression=False),
-    ),
+        partial(_Orbax, compression=name == "orbax"),
+    )
+    for name, how in (("orbax", "compression (its default)"), ("orbax-raw", "use_compression=False"))
 )

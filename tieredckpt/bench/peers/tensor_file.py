@@ -84,23 +84,16 @@ def _load_file(path: Path) -> Tensors:
     return {key: tensor.clone() for key, tensor in load_file(path).items()}
 
 
-PEERS = (
-    Peer(
-        "torch.save",
-        "torch.save, torch.load(weights_only=True)",
-        _DURABILITY,
-        "blocking",
-        ("new",),
-        absent("torch"),
-        partial(TensorFile, write=_torch_save, read=load_tensors),
-    ),
-    Peer(
-        "safetensors",
-        "safetensors.torch.save_file, load_file",
-        _DURABILITY,
-        "blocking",
-        ("new",),
-        absent("torch", "safetensors"),
-        partial(TensorFile, write=_save_file, read=_load_file),
-    ),
+PEERS = tuple(
+    Peer(name, way, _DURABILITY, "blocking", ("new",), missing, partial(TensorFile, write=write, read=read))
+    for name, way, missing, write, read in (
+        ("torch.save", "torch.save, torch.load(weights_only=True)", absent("torch"), _torch_save, load_tensors),
+        (
+            "safetensors",
+            "safetensors.torch.save_file, load_file",
+            absent("torch", "safetensors"),
+            _save_file,
+            _load_file,
+        ),
+    )
 )

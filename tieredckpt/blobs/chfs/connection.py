@@ -7,12 +7,13 @@ import logging
 import time
 from dataclasses import replace
 
-from tieredckpt.blobs.base import Outgrown
+import msgspec
+
+from tieredckpt.blobs.base import Outgrown, Unanswered
 from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.blobs.chfs.watch import LOST, watch
 from tieredckpt.concurrency import note, outlast
-from tieredckpt.errors import Closed
+from tieredckpt.errors import Closed, TieredCkptError
 
 __all__ = ["Connection"]
 
@@ -106,7 +107,7 @@ class Connection:
             assert self._ring is not None
             if not self._ring.recorded:
                 if self._ring.new and self._servers is None:
-                    await self._let_settle(link)
+                    await self._until_stable(link)
                 await ring.write(link, self._root, self._ring)
                 self._ring = replace(self._ring, recorded=True)
 
@@ -164,7 +165,7 @@ class Connection:
             )
         self._ring, self._ring_since = found, time.monotonic()
 
-    async def _let_settle(self, link: Link) -> None:
+    async def _until_stable(self, link: Link) -> None:
         if self._stable_for:
             _log.info(
                 "%s: CHFS has %d servers; nothing is written before their number was the same for %.0f s, as the tier "
@@ -175,3 +176,58 @@ class Connection:
         while (left := self._ring_since + self._stable_for - time.monotonic()) > 0:
             await asyncio.sleep(min(1.0, left))
             await link.ask(frames.CheckRing())
+
+
+LOST = 1.0
+"""Seconds after which a call that was not answered may be lost: a piece takes milliseconds."""
+
+_IMPATIENT_MS = 1500
+"""RPC timeout of the second connection: a server that does not answer for so long counts as silent."""
+
+_LOOK = 0.25
+_AGAIN = 5.0
+"""Seconds until the servers are asked again, if all have answered and the call has not ended."""
+_STARTED_WITHIN = 20.0
+"""Seconds for the second worker to start and ask. One that takes longer proves nothing: the machine may be loaded."""
+
+
+async def watch(link: Link, where: str, connect: frames.Connect) -> None:
+    """End a link whose calls wait for a server that does not answer; return when it has ended."""
+    if connect.rpc_timeout_ms <= 1000 * LOST + _IMPATIENT_MS:
+        return  # the calls themselves end as early
+    while not link.dead:
+        await asyncio.sleep(_LOOK)
+        if link.waits < LOST:
+            continue
+        silence = await _silence(link, where, connect)
+        if silence and not link.dead:
+            await link.end("a server does not answer", silence=silence)
+            return
+        await asyncio.sleep(_AGAIN)
+
+
+async def _silence(link: Link, where: str, connect: frames.Connect) -> str:
+    """A message that names the servers that do not answer; empty if all do, or nothing is known."""
+    impatient = msgspec.structs.replace(connect, rpc_timeout_ms=_IMPATIENT_MS)
+    try:
+        async with asyncio.timeout(_STARTED_WITHIN):
+            other = await Link.start(where, impatient, threads=1, grace=0.0, within=2 * _STARTED_WITHIN)
+            try:
+                await other.ask(frames.CheckRing())
+                return _changed(link, other, where)
+            finally:
+                await other.end("it has told what it found")
+    except Unanswered as error:
+        return str(error)
+    except (TieredCkptError, OSError):  # a TimeoutError too
+        return ""
+
+
+def _changed(link: Link, now: Link, where: str) -> str:
+    left = [address for address in link.addresses if address not in now.addresses]
+    if not left:
+        return ""
+    return (
+        f"{where}: CHFS: {', '.join(left)} left the ring of {link.servers} servers, which now has {now.servers}; see "
+        f"that all servers run"
+    )

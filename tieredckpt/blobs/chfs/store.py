@@ -6,6 +6,7 @@ An object is a CHFS file at its key's path below the root.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -14,10 +15,9 @@ from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits,
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.connection import Connection
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.blobs.chfs.sweep import clean
 from tieredckpt.blobs.chfs.transfer import Transfer
 from tieredckpt.concurrency import together, whole
-from tieredckpt.errors import Closed, Corrupt, Invalid, NotFound, ShortRead, TieredCkptError
+from tieredckpt.errors import Closed, Conflict, Corrupt, Invalid, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
 __all__ = ["ChfsStore"]
 
@@ -237,7 +237,7 @@ class ChfsStore:
         while folders:
             async with self._verb() as link:
                 folder = folders.pop() or self._connection.folder
-                folders += await clean(link, folder, age, root=folder == self._connection.folder)
+                folders += await _clean(link, folder, age, root=folder == self._connection.folder)
         return 0
 
     async def close(self) -> None:
@@ -317,3 +317,27 @@ class ChfsStore:
         turns = asyncio.Semaphore(_STATS_AT_A_TIME)
         await together(map(info, keys))
         return infos
+
+
+async def _clean(link: Link, folder: str, age: float, *, root: bool) -> list[str]:
+    """Remove a folder if it is empty; returns the folders in it, which are the caller's to sweep.
+
+    Args:
+        link: to the worker.
+        folder: its path, without a slash at the end.
+        age: seconds since the last change of what is removed.
+        root: whether the folder is the store's own, which stays.
+    """
+    entries = await link.ask(frames.ListFolder(folder or "/"))
+    if not entries and not root:
+        await _remove(link, folder, age)
+    return [f"{folder}/{name}" for name, kind in entries if kind == "folder" and is_key(name)]
+
+
+async def _remove(link: Link, folder: str, age: float) -> None:
+    with suppress(Conflict, NotFound):  # something was put there meanwhile, or another one has swept it
+        mtime_ns: int = (await link.ask(frames.Stat(folder)))[2]
+        if time.time() - mtime_ns / 1e9 >= age:
+            # CHFS calls any failure the same; a folder that stays is there for the next sweep.
+            with suppress(TierUnavailable):
+                await link.ask(frames.RemoveFolder(folder))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.base import Buffer
+from tieredckpt.blobs.base import ALIGNMENT, Buffer
 from tieredckpt.blobs.chfs import frames
-from tieredckpt.blobs.chfs.arena import Arena
 from tieredckpt.blobs.chfs.files import Files
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.blobs.chfs.pieces import chunk_size_for, cut, piece_size, ranges
+from tieredckpt.blobs.ram.lending import borrow
+from tieredckpt.blobs.ram.slab import Slab, aligned
 from tieredckpt.concurrency import in_thread, together, whole
 
-__all__ = ["Transfer"]
+__all__ = ["Transfer", "chunk_size_for", "piece_size"]
 
 _IN_PLACE_FROM = 64 << 10
 """A shorter run of a piece is copied together with its neighbours, which costs less than a call of its own."""
@@ -143,3 +144,79 @@ def _joined(
             spans.append((region, start, at - start))
         growing = span is None
     return spans
+
+
+class Arena:
+    """Lends pieces of one memfd; callers wait while too little is free. Belongs to one event loop."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = aligned(capacity)
+        fd = os.memfd_create("tieredckpt-chfs", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, self.capacity)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._slab = Slab(fd, self.capacity)
+        self._turn = asyncio.Lock()
+        self._returned = asyncio.Event()
+
+    @asynccontextmanager
+    async def lend(self, nbytes: int) -> AsyncIterator[npt.NDArray[np.uint8]]:
+        """An array of ``nbytes`` for the length of the block. Raises `NoSpace` when there is no memory."""
+        offset = await borrow(self._slab, nbytes, self._turn, self._wait)
+        try:
+            yield self._slab.array[offset : offset + nbytes]
+        finally:
+            self._slab.release(offset, nbytes)
+            self._returned.set()
+
+    async def _wait(self) -> None:
+        self._returned.clear()
+        await self._returned.wait()
+
+    def close(self) -> None:
+        self._slab.close()
+
+
+_PIECE = 4 << 20
+"""Bytes whose transfer makes the cost of a command small."""
+
+
+def piece_size(chunk_size: int) -> int:
+    """The least multiple of the CHFS chunk that is worth a command of its own."""
+    return -(-_PIECE // chunk_size) * chunk_size
+
+
+def chunk_size_for(nbytes: int, chunk_size: int) -> int:
+    """The CHFS chunk of an object: a small object is one chunk, a little larger than the object.
+
+    An object that ends with a full chunk may have another one, so each look at it has to ask every server.
+    """
+    return min(chunk_size, (nbytes // ALIGNMENT + 1) * ALIGNMENT)
+
+
+def cut(parts: Sequence[Buffer], size: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """The concatenation of ``parts`` as pieces of ``size`` bytes: the offset of each, and its memory."""
+    piece: list[memoryview] = []
+    start = filled = 0
+    for part in parts:
+        view, at = memoryview(part).cast("B"), 0
+        while at < len(view):
+            take = min(len(view) - at, size - filled)
+            piece.append(view[at : at + take])
+            at, filled = at + take, filled + take
+            if filled == size:
+                yield start, piece
+                piece, start, filled = [], start + size, 0
+    if piece:
+        yield start, piece
+
+
+def ranges(offset: int, nbytes: int, size: int) -> Iterator[tuple[int, int]]:
+    """The bytes from ``offset`` on as ``(start, stop)``, cut at multiples of ``size``."""
+    end = offset + nbytes
+    while offset < end:
+        stop = min(end, offset - offset % size + size)
+        yield offset, stop
+        offset = stop

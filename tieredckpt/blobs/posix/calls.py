@@ -42,9 +42,9 @@ class Calls:
             stop.set()
             self.pool.leave(call)
 
-        return await self.settle(asyncio.wrap_future(call), give_up)
+        return await self.until_done(asyncio.wrap_future(call), give_up)
 
-    async def settle(self, running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
+    async def until_done(self, running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
         """As `tieredckpt.concurrency.until_done`, for a verb whose thread uses the caller's memory."""
         self._begin(running)
         try:

@@ -24,7 +24,7 @@ from tieredckpt.format.layout import CATALOGS, DERIVED, LEASES, MARKER, PACKS, R
 if TYPE_CHECKING:
     from tieredckpt.blobs.posix.paths import Folders
 
-__all__ = ["LUSTRE_KIND", "NFS_KIND", "POSIX", "lustre_kind", "nfs_kind", "posix_kind"]
+__all__ = ["LUSTRE_KIND", "NFS_KIND", "POSIX", "folder_kind"]
 
 C = TypeVar("C", bound=FolderTier)
 
@@ -34,22 +34,9 @@ _OF_GROUP, _FILE_OF_GROUP = 0o2770, 0o660
 _KINDS = {NFS: "nfs", LUSTRE: "lustre"}
 
 
-def posix_kind(system: System = SYSTEM) -> TierKind[PosixTier]:
-    """The kind ``posix`` with answers of ``system``."""
-    return _folder_kind(PosixTier, system)
+def folder_kind(config: type[C], stated: int | None = None, system: System = SYSTEM) -> TierKind[C]:
+    """A kind of folders, on file systems of the type ``stated``, with answers of ``system``."""
 
-
-def nfs_kind(system: System = SYSTEM) -> TierKind[NfsTier]:
-    """The kind ``nfs`` with answers of ``system``."""
-    return _folder_kind(NfsTier, system, NFS)
-
-
-def lustre_kind(system: System = SYSTEM) -> TierKind[LustreTier]:
-    """The kind ``lustre`` with answers of ``system``."""
-    return _folder_kind(LustreTier, system, LUSTRE)
-
-
-def _folder_kind(config: type[C], system: System, stated: int | None = None) -> TierKind[C]:
     async def open_folder(tier: C, /, *, read_only: bool = False) -> BlobStore:
         make = partial(_make, tier, system, stated, read_only=read_only)
         return await left_behind_after(tier.deadline, tier.name, f"opening {tier.path}", make)
@@ -165,6 +152,6 @@ def _exists(tier: FolderTier) -> bool:
         return True  # who knows
 
 
-POSIX = posix_kind()
-NFS_KIND = nfs_kind()
-LUSTRE_KIND = lustre_kind()
+POSIX = folder_kind(PosixTier)
+NFS_KIND = folder_kind(NfsTier, NFS)
+LUSTRE_KIND = folder_kind(LustreTier, LUSTRE)

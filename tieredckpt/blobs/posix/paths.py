@@ -20,11 +20,7 @@ from typing import ClassVar
 from tieredckpt.blobs.base import BlobInfo
 from tieredckpt.blobs.posix.files import describe, foreign, new_temporary, open_regular, sync_folder
 from tieredckpt.blobs.posix.transfer import BLOCK
-from tieredckpt.errors import (
-    Corrupt,
-    TieredCkptError,
-    TierUnavailable,
-)
+from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
 
 __all__ = ["KEY_PART", "Folders", "Scanned"]
 

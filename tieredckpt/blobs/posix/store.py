@@ -22,16 +22,7 @@ import aiofiles
 import aiofiles.os
 import numpy as np
 
-from tieredckpt.blobs.base import (
-    BlobInfo,
-    Buffer,
-    Stretch,
-    Survives,
-    Traits,
-    check_key,
-    check_prefix,
-    check_stretches,
-)
+from tieredckpt.blobs.base import BlobInfo, Buffer, Stretch, Survives, Traits, check_key, check_prefix, check_stretches
 from tieredckpt.blobs.posix import transfer
 from tieredckpt.blobs.posix.calls import Calls, Followed
 from tieredckpt.blobs.posix.files import probe
@@ -40,15 +31,7 @@ from tieredckpt.blobs.posix.target import Target
 from tieredckpt.blobs.posix.threads import Threads
 from tieredckpt.blobs.space import free_bytes, reserve
 from tieredckpt.concurrency import together
-from tieredckpt.errors import (
-    Closed,
-    Corrupt,
-    Invalid,
-    NotFound,
-    ShortRead,
-    TieredCkptError,
-    TierUnavailable,
-)
+from tieredckpt.errors import Closed, Corrupt, Invalid, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
 __all__ = ["PosixStore"]
 
@@ -70,7 +53,6 @@ class PosixStore:
         fsync: sync files and folders, so that a put is durable. Off only where nothing could be.
         direct: use direct I/O for transfers of at least 1 MiB; None: where the file system takes it.
         follow_symlinks: read objects that are symbolic links; refused as `Corrupt` otherwise.
-        object_size: the trait, in bytes.
         threads: how many calls block at a time. Twice as many besides read chunks, and as many as that list folders.
         folder_mode, file_mode: permissions of what is made, narrowed by the umask.
         folders: makes the `Folders` of the root, for a file system that needs others.
@@ -87,7 +69,6 @@ class PosixStore:
         fsync: bool = True,
         direct: bool | None = None,
         follow_symlinks: bool = False,
-        object_size: int = 256 << 20,
         threads: int = 4,
         folder_mode: int = 0o700,
         file_mode: int = 0o600,
@@ -110,7 +91,7 @@ class PosixStore:
             create_only=False,
             ranged_get=True,
             direct_io=self._direct,
-            object_size=object_size,
+            object_size=256 << 20,
             digested_reads=readers + readers // 2,  # for whichever thread is done, the next is there
         )
         self._most_scanners = 2 * threads
@@ -173,7 +154,7 @@ class PosixStore:
             stop.set()
             pool.leave()
 
-        await self._calls.settle(asyncio.ensure_future(write), give_up)
+        await self._calls.until_done(asyncio.ensure_future(write), give_up)
 
     async def stat(self, key: str) -> BlobInfo:
         path = self._path(key)

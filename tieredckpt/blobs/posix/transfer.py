@@ -23,6 +23,7 @@ import numpy as np
 from tieredckpt.blobs.base import ALIGNMENT, Buffer, Stretch
 from tieredckpt.blobs.mapping import private_memory
 from tieredckpt.blobs.posix.target import Bytes, Stop, Stopped, Target
+from tieredckpt.devices.base import address
 
 __all__ = [
     "BLOCK",
@@ -90,7 +91,7 @@ def fill(fd: int, offset: int, into: Bytes, stop: Stop, *, direct: bool) -> None
 
     With ``direct`` the descriptor was opened with `O_DIRECT`. Raises `OSError`, `EndOfFile`, `Stopped`.
     """
-    if direct and (offset % ALIGNMENT or _address(into) % ALIGNMENT):
+    if direct and (offset % ALIGNMENT or address(into) % ALIGNMENT):
         read(fd, Target([Stretch(offset, len(into), memoryview(into))], digested=False, stop=stop), direct=True)
         return
     done = 0
@@ -157,16 +158,16 @@ def aligned_batches(parts: Sequence[Bytes], arena: Bytes, block: int = BLOCK) ->
     room = block
     size = used = gathered = 0  # bytes in batch; bytes of arena taken; of these, not yet in batch
     for part in parts:
-        address, at = _address(part), 0
+        begin, at = address(part), 0
         while at < len(part):
             left = len(part) - at
-            if gathered == 0 and (address + at) % ALIGNMENT == 0 and left >= ALIGNMENT:
+            if gathered == 0 and (begin + at) % ALIGNMENT == 0 and left >= ALIGNMENT:
                 take = min(_down(left), room - size)
                 batch.append(part[at : at + take])
                 size += take
             else:
                 take = min(left, len(arena) - used, room - size - gathered)
-                if (address + at - gathered) % ALIGNMENT == 0:
+                if (begin + at - gathered) % ALIGNMENT == 0:
                     # Source and arena reach a boundary together: stop there, and go on without a copy.
                     take = min(take, ALIGNMENT - gathered % ALIGNMENT)
                 np.copyto(arena[used : used + take], part[at : at + take])
@@ -262,10 +263,6 @@ def _arena() -> Bytes:
         arena = private_memory(_ARENA)
         _of_thread.arena = arena
     return arena
-
-
-def _address(array: Bytes) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _down(count: int) -> int:

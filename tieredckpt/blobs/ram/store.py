@@ -33,15 +33,7 @@ from tieredckpt.blobs.ram.owner import OWNER_FILES
 from tieredckpt.blobs.ram.quota import Quota, counted, expected_elsewhere
 from tieredckpt.blobs.ram.reader_locks import RETIRED, Retired, StillRead
 from tieredckpt.blobs.ram.slab import Slab, aligned
-from tieredckpt.blobs.ram.slab_meta import (
-    GROWING,
-    NOTE_FILES,
-    Note,
-    growing,
-    read_note,
-    undo_growth,
-    write_note,
-)
+from tieredckpt.blobs.ram.slab_meta import GROWING, NOTE_FILES, Note, growing, read_note, undo_growth, write_note
 from tieredckpt.concurrency import whole
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format.layout import new_pack_id, pack_key

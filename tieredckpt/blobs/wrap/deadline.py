@@ -54,11 +54,6 @@ class Deadline(Forward):
         self._left_behind: set[asyncio.Future[Any]] = set()
 
     @property
-    def left_behind(self) -> int:
-        """How many verbs hang in the device, their deadline past."""
-        return len(self._left_behind)
-
-    @property
     def hanging(self) -> int:
         return max(len(self._left_behind), super().hanging)  # a store that counts its threads counts these too
 

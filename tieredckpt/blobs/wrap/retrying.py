@@ -17,6 +17,11 @@ __all__ = ["Retrying"]
 
 T = TypeVar("T")
 
+_LAST_ATTEMPT = 120.0
+"""Seconds after which no further attempt is begun."""
+_LONGEST_WAIT = 10.0
+"""Seconds between two attempts, besides what chance adds."""
+
 
 class Retrying(Forward):
     """Repeats a verb that raised `TierUnavailable`, with exponential waits and jitter; no other error.
@@ -27,9 +32,7 @@ class Retrying(Forward):
 
     Args:
         attempts: how often a verb is tried at most, the first time included.
-        timeout: seconds after which no further attempt is begun.
-        wait_initial, wait_max, wait_jitter: seconds between attempts: the first wait, the longest, and the
-            most that chance adds.
+        wait_initial, wait_jitter: seconds between attempts: the first wait, and the most that chance adds.
     """
 
     def __init__(
@@ -37,17 +40,15 @@ class Retrying(Forward):
         inner: BlobStore,
         *,
         attempts: int = 4,
-        timeout: float = 120.0,
         wait_initial: float = 0.1,
-        wait_max: float = 10.0,
         wait_jitter: float = 1.0,
     ) -> None:
         super().__init__(inner)
         retry = stamina.AsyncRetryingCaller(
             attempts=attempts,
-            timeout=timeout,
+            timeout=_LAST_ATTEMPT,
             wait_initial=wait_initial,
-            wait_max=wait_max,
+            wait_max=_LONGEST_WAIT,
             wait_jitter=wait_jitter,
         )
         self._retry_put, self._retry = retry.on(_may_help_a_put), retry.on(_may_help)

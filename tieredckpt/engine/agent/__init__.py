@@ -1,6 +1,6 @@
 """The trainer's side of an agent: the process that promotes on behalf of a trainer and outlives it.
 
 `client` talks to it over a socket in the RAM tier's folder, `supervisor` starts it, `wire` carries `messages`,
-`deltas` is what each side knows of the other's tiers, `client_tiers` streams what RAM cannot hold to a tier of the
-agent. The agent's own side is `tieredckpt.agent`.
+`deltas` is what each side knows of the other's tiers. What a trainer beside an agent does otherwise is in
+`tieredckpt.engine.mode.beside_agent`; the agent's own side is `tieredckpt.agent`.
 """

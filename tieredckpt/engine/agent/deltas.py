@@ -66,11 +66,13 @@ def settings_of(config: StoreConfig) -> str:
 
 
 class _Steps:
-    """The steps of a tier as they were last sent to the other side."""
+    """The steps of a tier, and what else was last sent of it to the other side."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self._sent: dict[StepId, str] | None = None
+        self._last: InRam | OnTier | None = None
+        """The last delta, without its steps."""
 
     def changes(self) -> tuple[bool, tuple[HeldStep, ...], tuple[StepId, ...]]:
         """Changes since the last call: (first send, added steps, removed steps); a step committed again is added."""
@@ -86,6 +88,12 @@ class _Steps:
             self._sent = {step: each.btree_key for step, each in held.items()}
         return anew, new, gone
 
+    def is_news(self, delta: InRam | OnTier) -> bool:
+        """Whether a delta with the last `changes` says something that the one before did not."""
+        rest = msgspec.structs.replace(delta, anew=False, held=(), gone=())
+        same, self._last = rest == self._last, rest
+        return bool(delta.anew or delta.held or delta.gone) or not same
+
 
 class RamDelta:
     """Deltas of RAM, the branch and the signals, which the trainer sends."""
@@ -93,7 +101,6 @@ class RamDelta:
     def __init__(self, state: State) -> None:
         self._state = state
         self._steps = _Steps(state.tiers[0])
-        self._last: InRam | None = None
 
     def take(self) -> InRam | None:
         """The changes since the last call; None if there are none."""
@@ -101,11 +108,7 @@ class RamDelta:
         anew, held, gone = self._steps.changes()
         signals, used = tuple(sorted(state.observation.signals)), state.tiers[0].used
         delta = InRam(anew, held, gone, state.branch.line, state.branch.last_serial, signals, used)
-        rest = msgspec.structs.replace(delta, anew=False, held=(), gone=())
-        if not (anew or held or gone) and rest == self._last:
-            return None
-        self._last = rest
-        return delta
+        return delta if self._steps.is_news(delta) else None
 
 
 class TierDelta:
@@ -115,7 +118,6 @@ class TierDelta:
         self._state = state
         self._tier = tier
         self._steps = _Steps(tier)
-        self._last: OnTier | None = None
 
     def take(self) -> OnTier | None:
         """The changes since the last call; None if there are none."""
@@ -137,11 +139,7 @@ class TierDelta:
             note=tier.health.note,
             failure=None if tier.health.error is None else Failure.of(tier.health.error),
         )
-        rest = msgspec.structs.replace(delta, anew=False, held=(), gone=())
-        if not (anew or held or gone) and rest == self._last:
-            return None
-        self._last = rest
-        return delta
+        return delta if self._steps.is_news(delta) else None
 
 
 def _adopt_steps(tier: Tier, delta: InRam | OnTier) -> None:

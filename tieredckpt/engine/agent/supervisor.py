@@ -57,7 +57,8 @@ class Supervisor:
                 await self._changed.wait(limits.in_force.agent_look)
             else:
                 if failures:
-                    self._absent(self.refused or TierUnavailable(self._what_happened()))
+                    why = "there is no agent" if self._process is None else self._process.what_happened()
+                    self._absent(self.refused or TierUnavailable(why))
                     await asyncio.sleep(
                         min(limits.in_force.agent_last_retry, limits.in_force.agent_first_retry * 2.0 ** (failures - 1))
                     )
@@ -97,6 +98,3 @@ class Supervisor:
             self.refused = TierUnavailable(f"no agent can be started: {error}")
         else:
             _log.info("agent %d was started; its log is %s", self._process.number, self._process.log)
-
-    def _what_happened(self) -> str:
-        return "there is no agent" if self._process is None else self._process.what_happened()

@@ -25,15 +25,8 @@ from tieredckpt.engine.exporting.places import Place, Record, Writing, folder_na
 from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.restoring.restore import Repair
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.health import Health
-from tieredckpt.errors import (
-    Conflict,
-    Corrupt,
-    Invalid,
-    NotFound,
-    TieredCkptError,
-    TierUnavailable,
-)
+from tieredckpt.engine.tier.tier import Health
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ExportFailed, StepExported
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.tree.select import select

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from tieredckpt.blobs.posix.files import sync_folder
 from tieredckpt.blobs.posix.stream import Blocks, StreamedFile, new_blocks, new_file
 from tieredckpt.blobs.posix.transfer import Stopped
 from tieredckpt.concurrency import left_behind_after, told_to_end
@@ -20,7 +21,7 @@ from tieredckpt.engine.exporting import places
 from tieredckpt.engine.exporting.places import LARGEST_RECORD, RECORD, Record
 from tieredckpt.errors import Closed, Corrupt, Invalid, NoSpace, TieredCkptError, TierUnavailable
 
-__all__ = ["Folder", "FolderFiles", "flush_tree", "flushed_folder"]
+__all__ = ["Folder", "FolderFiles", "flush_tree"]
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class _Writing:
             with suppress(OSError):  # there was none, or it cannot come back either
                 before.rename(self._to)
             raise
-        flushed_folder(self._to.parent)
+        sync_folder(self._to.parent)
         return nbytes
 
 
@@ -175,7 +176,7 @@ class Folder:
         try:
             with suppress(FileNotFoundError):
                 (self._path / places.folder_name(record.step)).rename(beside / "gone")
-            flushed_folder(self._path)
+            sync_folder(self._path)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
 
@@ -241,13 +242,4 @@ def flush_tree(path: Path, only: str | None = None, *, forget: bool = False) -> 
                 os.close(descriptor)
     for folder in [path, *files]:
         if folder.is_dir():
-            flushed_folder(folder)
-
-
-def flushed_folder(path: Path) -> None:
-    """Flush the names in a folder to the device."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_folder(folder)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt._batches import batches
 from tieredckpt.blobs.mapping import private_memory
 from tieredckpt.engine import limits
 from tieredckpt.engine.exporting.content import Arrays, StepContent
@@ -39,16 +40,13 @@ T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 Targets = Mapping[str, npt.NDArray[Any]]
 
-_PART = 16 << 20
-"""Bytes that are read together: as much again is read while they are written."""
-
 Parts = tuple[Bytes, Bytes]
 """Memory for what is read."""
 
 
 def new_parts() -> Parts:
     """Memory for `HeldStep`, for use by one after the other: new memory costs more than the copy to it."""
-    return private_memory(_PART), private_memory(_PART)
+    return private_memory(limits.in_force.export_part), private_memory(limits.in_force.export_part)
 
 
 _ALIGNMENT = 64
@@ -187,7 +185,8 @@ class HeldStep(StepContent):
 
     def pieces(self, arrays: Sequence[ArrayInfo] | None = None) -> Arrays:
         """See `StepContent.pieces`."""
-        parts = _parts(self._targets(self.arrays if arrays is None else arrays))
+        targets = self._targets(self.arrays if arrays is None else arrays)
+        parts = batches(targets, lambda target: _aligned(target.nbytes), limits.in_force.export_part)
         mine, self.memory = self.memory or new_parts(), None
         memory = deque(mine)
 
@@ -213,7 +212,7 @@ class HeldStep(StepContent):
         for info in arrays:
             itemsize = dtype_from_name(info.dtype).itemsize
             nbytes = prod(info.shape) * itemsize
-            if nbytes <= _PART:
+            if nbytes <= limits.in_force.export_part:
                 yield _Target(info, info.key, info.shape, nbytes)
                 continue
             grid = _cut(self._index, info.key, info.shape, itemsize)
@@ -267,26 +266,12 @@ def _cut(index: StepIndex, key: str, shape: tuple[int, ...], itemsize: int) -> G
     """Ranges of an array that are read together; where it is stored whole, of whole chunks, for each is verified."""
     blocks = index.blocks(key)
     if len(blocks) == 1 and (stored := index.arrays[blocks[0][1]].grid).shape == shape:
-        times = _PART // max(1, stored.cell_nbytes)
+        times = limits.in_force.export_part // max(1, stored.cell_nbytes)
         if stored.contiguous and times:
             axis = next((axis for axis, size in enumerate(stored.cell) if size > 1), len(shape) - 1)
             height = min(stored.cell[axis] * times, shape[axis])
             return Grid(shape, (*stored.cell[:axis], height, *stored.cell[axis + 1 :]), itemsize)
-    return grids.plan(shape, itemsize, _PART)
-
-
-def _parts(targets: Iterator[_Target]) -> Iterator[list[_Target]]:
-    """What is read together."""
-    part: list[_Target] = []
-    size = 0
-    for target in targets:
-        if part and size + _aligned(target.nbytes) > _PART:
-            yield part
-            part, size = [], 0
-        part.append(target)
-        size += _aligned(target.nbytes)
-    if part:
-        yield part
+    return grids.plan(shape, itemsize, limits.in_force.export_part)
 
 
 def _placed(part: list[_Target], memory: Bytes) -> dict[str, npt.NDArray[Any]]:

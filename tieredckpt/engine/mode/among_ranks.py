@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeVar
 
+from tieredckpt.concurrency import in_thread
 from tieredckpt.config import TierConfig
 from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.mode.alone import Alone, Changed
-from tieredckpt.engine.ranks.commit.shared_tiers import SharedTiers
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.ranked import Ranked
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
 from tieredckpt.engine.restoring.restore import Unreadable
 from tieredckpt.engine.restoring.source import ChosenStep, Damage
 from tieredckpt.engine.saving.save import Saved
-from tieredckpt.engine.saving.slower_tiers import SlowerTiers
+from tieredckpt.engine.saving.slower_tiers import OwnTiers, SlowerTiers
 from tieredckpt.engine.state.branch import Origin
-from tieredckpt.engine.state.membership import Membership
+from tieredckpt.engine.state.membership import Membership, Streamed
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.index_cache import packs_of
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid
-from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
 
 __all__ = ["AmongRanks"]
 
 T = TypeVar("T")
+
+
+class SharedTiers(OwnTiers):
+    """Slower tiers that rank 0 manages for all ranks. Lives on the engine's loop."""
+
+    async def hold_packs(self, tier: Tier, until_committed: AsyncExitStack) -> None:
+        """Hold no lock: a commit holds it while it waits for a silent rank, and a save must not wait for that.
+
+        ``tier.packs.streamed_to`` lists the packs that the save refers to, and so keeps them from collection.
+        """
+
+    def add_packs(self, tier: Tier, written: WrittenPacks) -> None:
+        """See `SlowerTiers.add_packs`; rank 0 alone knows what a shared tier has."""
+        if self._state.manages(tier):
+            tier.packs.add(written)
+
+    async def commit(self, tier: Tier, index: StepIndex, packs: Mapping[str, int]) -> None:
+        """Keep this rank's part, which rank 0 commits with those of the others."""
+        referred = await in_thread(packs_of, index.arrays, pool=self._state.pool)
+        self._state.membership.streamed[index.record.id] = Streamed(tier, index, referred)
 
 
 class AmongRanks(Alone):

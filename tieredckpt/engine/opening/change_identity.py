@@ -12,7 +12,7 @@ from tieredckpt.blobs.ram.folder import is_store_folder, locked, ram_root
 from tieredckpt.blobs.ram.places import places_of
 from tieredckpt.concurrency import in_thread
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine.opening.connect import make_derived_tiers, make_tiers
+from tieredckpt.engine.opening.connect import make_tiers
 from tieredckpt.engine.opening.identity import marker_of
 from tieredckpt.engine.opening.ram_choice import notes
 from tieredckpt.engine.tier import marker_file
@@ -111,7 +111,9 @@ async def _tiers(config: StoreConfig) -> AsyncIterator[Sequence[tuple[Tier, Stor
     opened: list[tuple[Tier, StoreMarker | None]] = []
     async with AsyncExitStack() as until_done:
         for tier in (
-            tier for make in (make_tiers, make_derived_tiers) for tier in make(config, read_only=False, events=Events())
+            tier
+            for derived in (False, True)
+            for tier in make_tiers(config, read_only=False, events=Events(), derived=derived)
         ):
             if tier.in_memory:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from tieredckpt.events import Events, TierHangs
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StoreMarker
 
-__all__ = ["connect", "connect_ram", "make_derived_tiers", "make_tiers", "move_to_earlier_place", "reopen"]
+__all__ = ["connect", "connect_ram", "make_tiers", "move_to_earlier_place", "reopen"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -37,8 +37,8 @@ _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
 
 
-def make_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple[Tier, ...]:
-    """The tiers of a store for steps as they are saved, not connected yet.
+def make_tiers(config: StoreConfig, *, read_only: bool, events: Events, derived: bool = False) -> tuple[Tier, ...]:
+    """The tiers of a store for steps as they are saved, not connected yet; with ``derived`` those with lossy rules.
 
     RAM waits for `connect_ram`: whose it is, the others tell.
 
@@ -47,20 +47,11 @@ def make_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple
         read_only: to be looked at only.
         events: where a tier whose calls hang is told of.
     """
-    return _make(config, config.exact, read_only=read_only, events=events)
-
-
-def make_derived_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple[Tier, ...]:
-    """Make the tiers with lossy rules, as `make_tiers` makes the others."""
-    return _make(config, config.derived, read_only=read_only, events=events)
-
-
-def _make(config: StoreConfig, tiers: Sequence[TierConfig], *, read_only: bool, events: Events) -> tuple[Tier, ...]:
     names = [tier.name for tier in config.tiers]
     connect = partial(_connect, read_only=read_only, events=events)
     return tuple(
         Tier(tier.name, index, tier, partial(connect, tier), place=names.index(tier.name))
-        for index, tier in enumerate(tiers)
+        for index, tier in enumerate(config.derived if derived else config.exact)
     )
 
 

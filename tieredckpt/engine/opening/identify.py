@@ -58,7 +58,7 @@ async def identify(
     # Where exact steps are lost, a tier of derived ones tells whose they were.
     slower = _SlowerTiers(state, [tier for tier in (*state.tiers, *state.derived) if not tier.in_memory])
     await slower.read_markers()
-    await slower.lookmove_to_earlier_places(found)
+    await slower.look_at_earlier_places(found)
     choice = _chosen(state, slower.seen_tiers(), found)
     _take_identity(state, choice, found)
     await slower.connect()
@@ -101,7 +101,7 @@ class _SlowerTiers:
             self.failures.append((tier, error))
             return None
 
-    async def lookmove_to_earlier_places(self, found: Sequence[FoundRam]) -> None:
+    async def look_at_earlier_places(self, found: Sequence[FoundRam]) -> None:
         """Look for the store at the places that earlier versions gave to tiers, where a tier has no marker."""
         config, answering = self.state.config, self._answering()
         silent = len(answering) < len(self.tiers)

@@ -8,6 +8,7 @@ from collections import ChainMap
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
@@ -17,8 +18,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import check_room, evicting_older, needing
 from tieredckpt.engine.keeping.policies import is_due
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
-from tieredckpt.engine.promoting.encoder import Encoder
-from tieredckpt.engine.promoting.pack_writer import Batch, Payload, write_packs
+from tieredckpt.engine.promoting.pack_writer import Batch, Encoder, Need, Payload, write_packs
 from tieredckpt.engine.promoting.room import expected, have_room, within_capacity
 from tieredckpt.engine.restoring.deriving import DerivedSource, RoundedSource
 from tieredckpt.engine.restoring.source import StepSource
@@ -26,8 +26,8 @@ from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.encoding import Encoding
@@ -50,9 +50,6 @@ _GROWTH = 4
 """How many times as large the next pack may be, which one thread seals while the one before is being written."""
 _COMPRESSED_GROWTH = 1.5
 """The same where that thread compresses: with the first pack, what gains most at 0.25 GB/s."""
-
-Need = tuple[str, int]
-"""One place where a missing chunk occurs: key of the array, ordinal of the chunk."""
 
 
 async def copy_step(
@@ -110,9 +107,9 @@ async def _copy(
     was_there = again or step in tier.steps.damaged
     async with _source(origin, step, tier, again=again) as source:
         encoding = await _encoding_of(step, tier) if again else tier.packs.encoding
-        needs, sizes = _missing(source, tier, lost, encoding)
-        need = await expected(tier, needs, sizes, encoding)
-        room = min(need + need // _MARGIN, sum(map(encoding.stored_size, sizes.values())))
+        needs = _missing(source, tier, lost, encoding)
+        need = await expected(tier, needs, encoding)
+        room = min(need + need // _MARGIN, sum(encoding.stored_size(each.nbytes) for each in needs))
         if origin is state:
             await have_room(state, collector, step, tier, room)
         else:
@@ -123,7 +120,7 @@ async def _copy(
             if again:
                 await _keep_own_extents(step, tier, leaving)
             await refer_to_intact(state, tier, step, _sizes(source), encoding)
-            needs, sizes = _missing(source, tier, lost, encoding)
+            needs = _missing(source, tier, lost, encoding)
             record, written, encoded = source.index.record, WrittenPacks(), None
 
             async def encode(placed: dict[bytes, Extent]) -> None:
@@ -134,8 +131,8 @@ async def _copy(
             if needs:
                 try:
                     async with (
-                        aclosing(batches(state, source, tier, needs, sizes, encoding)) as found,
-                        aclosing(within_capacity(tier, found, sizes, encoding)) as fitting,
+                        aclosing(batches(state, source, tier, needs, encoding)) as found,
+                        aclosing(within_capacity(tier, found, needs, encoding)) as fitting,
                     ):
                         await write_packs(tier, fitting, written, None if was_there else encode)
                 finally:
@@ -189,20 +186,17 @@ def _sizes(source: StepSource) -> dict[bytes, int]:
     return {chunk.digest: array.grid.cell_nbytes for array in source.index.arrays.values() for chunk in array.chunks}
 
 
-def _missing(
-    source: StepSource, tier: Tier, lost: Mapping[bytes, Extent], encoding: Encoding
-) -> tuple[dict[bytes, Need], dict[bytes, int]]:
-    """The chunks that the tier lacks and that are not lost, by digest: where each occurs, and its bytes."""
+def _missing(source: StepSource, tier: Tier, lost: Mapping[bytes, Extent], encoding: Encoding) -> list[Need]:
+    """The chunks that the tier lacks and that are not lost, each once."""
     needs: dict[bytes, Need] = {}
-    sizes: dict[bytes, int] = {}
     for key, array in source.index.arrays.items():
+        nbytes = array.grid.cell_nbytes
         for ordinal, chunk in enumerate(array.chunks):
             if not isinstance(chunk.where, Extent) or chunk.digest in lost:
                 continue
-            if not tier.packs.has(chunk.digest, array.grid.cell_nbytes, encoding):
-                needs[chunk.digest] = (key, ordinal)
-                sizes[chunk.digest] = array.grid.cell_nbytes
-    return needs, sizes
+            if not tier.packs.has(chunk.digest, nbytes, encoding):
+                needs[chunk.digest] = Need(chunk.digest, key, ordinal, nbytes)
+    return [*needs.values()]
 
 
 def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) -> dict[str, ArrayIndex]:
@@ -221,12 +215,7 @@ def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) 
 
 
 async def batches(
-    state: State,
-    source: StepSource,
-    target: Tier,
-    needs: Mapping[bytes, Need],
-    sizes: Mapping[bytes, int],
-    encoding: Encoding | None = None,
+    state: State, source: StepSource, target: Tier, needs: Sequence[Need], encoding: Encoding | None = None
 ) -> AsyncGenerator[Batch, None]:
     """The missing chunks, sealed, a pack's worth at a time, in ``encoding`` or that of the target.
 
@@ -236,6 +225,7 @@ async def batches(
     slab, encoding = source.in_slab, encoding or target.packs.encoding
     encoder = Encoder(state, target, encoding, partial(_is_overtaken, state, source.step, target))
     from_slab, behind = slab is not None, slab is None or slab.writable
+    packing = _Packing(state, source, encoder, behind)
     traits = target.store.traits
     room_limit = state.scratch.capacity // _SCRATCH_PACKS
     if not (from_slab or encoding.raw):
@@ -247,14 +237,14 @@ async def batches(
         first = _FIRST_PACK if from_slab and traits.direct_io else limit
     threads = state.config.copy_threads  # until the device has work; from then on one keeps ahead of it
     ordered = _in_storage_order(source, needs)
-    for some in _packs(ordered, sizes, first, limit if traits.ranged_get else 0, room_limit, encoding, behind=behind):
+    for some in _packs(ordered, first, limit if traits.ranged_get else 0, room_limit, encoding, behind=behind):
         batch = Batch(compressed=not encoding.raw)
         try:
             if slab is not None:
-                await _add_from_slab(state, source, slab, batch, some, sizes, encoder, behind, threads)
+                await packing.add_from_slab(slab, batch, some, threads)
                 threads = 1
             else:
-                await _add_reads(state, source, batch, some, sizes, encoder)
+                await packing.add_reads(batch, some)
         except BaseException:
             await batch.lent.aclose()
             raise
@@ -268,124 +258,96 @@ def _is_overtaken(state: State, step: StepId, tier: Tier) -> bool:
 
 
 def _packs(
-    needs: Iterable[tuple[bytes, Need]],
-    sizes: Mapping[bytes, int],
-    first: int,
-    limit: int,
-    room_limit: int,
-    encoding: Encoding,
-    *,
-    behind: bool,
-) -> Iterator[list[tuple[bytes, Need]]]:
+    needs: Iterable[Need], first: int, limit: int, room_limit: int, encoding: Encoding, *, behind: bool
+) -> Iterator[list[Need]]:
     """Chunks that become one pack each, of at most ``limit`` bytes, the first pack of at most ``first``.
 
     No pack may be larger than the one before allows, nor need more memory to encode than
     ``room_limit``; ``behind`` as `Encoding.room` takes it.
     """
-    pack: list[tuple[bytes, Need]] = []
+    pack: list[Need] = []
     most: float = min(first, limit)
     left, room_left = most, room_limit
     growth = _GROWTH if encoding.raw else _COMPRESSED_GROWTH
-    for digest, need in needs:
-        size, room = encoding.stored_size(sizes[digest]), encoding.room(sizes[digest], behind=behind)
+    for need in needs:
+        size, room = encoding.stored_size(need.nbytes), encoding.room(need.nbytes, behind=behind)
         if pack and (size > left or room > room_left):
             yield pack
             most = min(limit, most * growth)
             pack, left, room_left = [], most, room_limit
-        pack.append((digest, need))
+        pack.append(need)
         left -= size
         room_left -= room
     if pack:
         yield pack
 
 
-async def _add_from_slab(
-    state: State,
-    source: StepSource,
-    slab: Slab,
-    batch: Batch,
-    some: Sequence[tuple[bytes, Need]],
-    sizes: Mapping[bytes, int],
-    encoder: Encoder,
-    behind: bool,
-    threads: int,
-) -> None:
-    """Add chunks where they lie in RAM, encoded by so many threads; ``behind`` as `Encoding.room` takes it.
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """Adds the chunks of a step to packs."""
 
-    What was damaged in RAM comes from elsewhere.
-    """
-    payloads: list[Payload] = []
-    encoding = encoder.encoding
-    for digest, (key, ordinal) in some:
-        array = source.index.arrays[key]
-        where, nbytes = array.chunks[ordinal].where, sizes[digest]
-        assert isinstance(where, Extent)
-        memory = slab.array[where.offset : where.offset + encoding.stored_size(nbytes)]
-        need = encoding.room(nbytes, behind=behind)
-        room = await batch.carve(state.scratch, need) if need else None
-        payloads.append(Payload(digest, nbytes, array.grid.itemsize, memory, room))
-    sealed = await encoder.seal(payloads, threads)
-    for encoded, (digest, (key, ordinal)) in zip(sealed, some, strict=True):
-        if encoded is not None:
+    state: State
+    source: StepSource
+    encoder: Encoder
+    behind: bool
+    """As `Encoding.room` takes it."""
+
+    async def add_from_slab(self, slab: Slab, batch: Batch, some: Sequence[Need], threads: int) -> None:
+        """Add chunks where they lie in RAM, encoded by so many threads.
+
+        What was damaged in RAM comes from elsewhere.
+        """
+        payloads: list[Payload] = []
+        source, encoding = self.source, self.encoder.encoding
+        for need in some:
+            array = source.index.arrays[need.key]
+            where = array.chunks[need.ordinal].where
+            assert isinstance(where, Extent)
+            memory = slab.array[where.offset : where.offset + encoding.stored_size(need.nbytes)]
+            more = encoding.room(need.nbytes, behind=self.behind)
+            room = await batch.carve(self.state.scratch, more) if more else None
+            payloads.append(Payload(need.digest, need.nbytes, array.grid.itemsize, memory, room))
+        sealed = await self.encoder.seal(payloads, threads)
+        for encoded, need in zip(sealed, some, strict=True):
+            if encoded is not None:
+                batch.add(encoded)
+                continue
+            why = Corrupt(f"{source.step}: a chunk of {layout.array_key(need.key)!r} changed in RAM")
+            source.note(source.tier, need.key, source.index.arrays[need.key].chunks[need.ordinal], why)
+            await self._add_sealed(batch, [await self._read(batch, need, bad=source.tier)])
+
+    async def add_reads(self, batch: Batch, some: Sequence[Need]) -> None:
+        """Add chunks that are read, a few at a time, in their order."""
+        turns = asyncio.Semaphore(_READS_AT_A_TIME)
+        found: dict[bytes, Payload] = {}
+
+        async def read(need: Need) -> None:
+            async with turns:
+                found[need.digest] = await self._read(batch, need)
+
+        await together(map(read, some))
+        await self._add_sealed(batch, [found[need.digest] for need in some])
+
+    async def _read(self, batch: Batch, need: Need, bad: Tier | None = None) -> Payload:
+        """A chunk that is read into scratch memory, from any tier but ``bad``, and room for what is stored of it."""
+        encoding, scratch = self.encoder.encoding, self.state.scratch
+        memory = await batch.borrow(scratch, encoding.stored_size(need.nbytes))
+        await self.source.read(need.key, need.ordinal, memory, bad=bad)
+        more = encoding.room(need.nbytes, behind=True)
+        room = await batch.borrow(scratch, more) if more else None
+        return Payload(need.digest, need.nbytes, self.source.index.arrays[need.key].grid.itemsize, memory, room)
+
+    async def _add_sealed(self, batch: Batch, payloads: Sequence[Payload]) -> None:
+        for encoded in await self.encoder.seal(payloads, 1):
+            if encoded is None:
+                raise TierUnavailable("a chunk changed in memory between its verification and its write; try again")
             batch.add(encoded)
-            continue
-        why = Corrupt(f"{source.step}: a chunk of {layout.array_key(key)!r} changed in RAM")
-        source.note(source.tier, key, source.index.arrays[key].chunks[ordinal], why)
-        payload = await _read(state, source, batch, (key, ordinal), sizes[digest], digest, encoder, bad=source.tier)
-        await _add_sealed(batch, [payload], encoder)
 
 
-async def _add_reads(
-    state: State,
-    source: StepSource,
-    batch: Batch,
-    some: Sequence[tuple[bytes, Need]],
-    sizes: Mapping[bytes, int],
-    encoder: Encoder,
-) -> None:
-    """Add chunks that are read, a few at a time, in their order."""
-    turns = asyncio.Semaphore(_READS_AT_A_TIME)
-    found: dict[bytes, Payload] = {}
-
-    async def read(digest: bytes, need: Need) -> None:
-        async with turns:
-            found[digest] = await _read(state, source, batch, need, sizes[digest], digest, encoder)
-
-    await together([read(digest, need) for digest, need in some])
-    await _add_sealed(batch, [found[digest] for digest, _ in some], encoder)
-
-
-async def _read(
-    state: State,
-    source: StepSource,
-    batch: Batch,
-    need: Need,
-    nbytes: int,
-    digest: bytes,
-    encoder: Encoder,
-    bad: Tier | None = None,
-) -> Payload:
-    """A chunk that is read into scratch memory, from any tier but ``bad``, and room there for what is stored of it."""
-    encoding = encoder.encoding
-    memory = await batch.borrow(state.scratch, encoding.stored_size(nbytes))
-    await source.read(*need, memory, bad=bad)
-    more = encoding.room(nbytes, behind=True)
-    room = await batch.borrow(state.scratch, more) if more else None
-    return Payload(digest, nbytes, source.index.arrays[need[0]].grid.itemsize, memory, room)
-
-
-async def _add_sealed(batch: Batch, payloads: Sequence[Payload], encoder: Encoder) -> None:
-    for encoded in await encoder.seal(payloads, 1):
-        if encoded is None:
-            raise TierUnavailable("a chunk changed in memory between its verification and its write; try again")
-        batch.add(encoded)
-
-
-def _in_storage_order(source: StepSource, needs: Mapping[bytes, Need]) -> list[tuple[bytes, Need]]:
-    def place(item: tuple[bytes, Need]) -> tuple[str, int]:
-        key, ordinal = item[1]
-        where = source.index.arrays[key].chunks[ordinal].where
+def _in_storage_order(source: StepSource, needs: Iterable[Need]) -> list[Need]:
+    def place(need: Need) -> tuple[str, int]:
+        where = source.index.arrays[need.key].chunks[need.ordinal].where
         assert isinstance(where, Extent)
         return where.path, where.offset
 
-    return sorted(needs.items(), key=place)
+    return sorted(needs, key=place)

@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import Buffer
+from tieredckpt.blobs.codecs import BLOSC
 from tieredckpt.concurrency import until_done
 from tieredckpt.engine.scratch import Scratch
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.views import write_bandwidth
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.format import layout
 from tieredckpt.format.encoding import Encoded, Encoding
 from tieredckpt.format.layout import aligned
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.pack import PackEntry, encode_footer
 
-__all__ = ["Batch", "Payload", "seal", "seal_all", "write_packs"]
+__all__ = ["Batch", "Encoder", "Need", "Payload", "seal", "seal_all", "write_packs"]
 
 
 _BLOCK = 256 << 10
 """Bytes that are borrowed at a time to carve pages from."""
+
+
+class Need(NamedTuple):
+    """A chunk of a step that a tier lacks, and one place where it occurs."""
+
+    digest: bytes
+    key: str
+    """Of the array."""
+    ordinal: int
+    """Of the chunk in the array."""
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +103,12 @@ class Batch:
     lent: AsyncExitStack = field(default_factory=AsyncExitStack)
     size: int = 0
     """Bytes of the pack before its footer."""
-    borrowed: int = 0
-    """Bytes of the memory that was lent."""
     block: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
     """Rest of the last block that pages were carved from."""
 
     async def borrow(self, scratch: Scratch, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory of ``nbytes``, in whole pages, until the pack is written."""
-        memory = await self.lent.enter_async_context(scratch.lend(nbytes))
-        self.borrowed += memory.nbytes
-        return memory
+        return await self.lent.enter_async_context(scratch.lend(nbytes))
 
     async def carve(self, scratch: Scratch | None, nbytes: int) -> npt.NDArray[np.uint8]:
         """Take a few pages from a block, where `borrow` for each would cost more than the work with them.
@@ -163,3 +175,36 @@ async def _write_pack(tier: Tier, batch: Batch, written: WrittenPacks) -> None:
     await tier.store.put(batch.key, [*batch.parts, footer])
     written.sizes[batch.key] = batch.size + len(footer)
     written.extents.update(batch.places)
+
+
+class Encoder:
+    """Encodes what one copy of a step brings to a tier. Lives on the engine's loop."""
+
+    def __init__(self, state: State, tier: Tier, encoding: Encoding, is_awaited: Callable[[], bool]) -> None:
+        """``is_awaited`` returns whether a caller waits for the copy to end."""
+        self._state, self._tier, self._encoding, self._is_awaited = state, tier, encoding, is_awaited
+        self._nbytes = 0
+        self._seconds = 0.0
+
+    @property
+    def encoding(self) -> Encoding:
+        """How the next chunks are stored: uncompressed if the device would take them faster than they are compressed,
+        and somebody waits. Its sizes and its framing are those of the tier at any time.
+        """
+        if self._encoding.raw or not self._seconds:
+            return self._encoding
+        bandwidth = write_bandwidth(self._tier)
+        slows = bandwidth is not None and self._nbytes / self._seconds < bandwidth
+        return BLOSC if slows and self._is_awaited() else self._encoding
+
+    async def seal(self, payloads: Sequence[Payload], threads: int) -> list[Encoded | None]:
+        """`seal_all` the chunks, compressed on the tier's own number of threads, any other way on ``threads``."""
+        encoding = self.encoding
+        compresses = not encoding.raw and encoding is not BLOSC
+        begin = time.monotonic()
+        pool, at_most = self._state.pool, self._tier.config.codec_threads if compresses else threads
+        sealed = await seal_all(payloads, encoding, pool, at_most)
+        if compresses:
+            self._nbytes += sum(payload.nbytes for payload in payloads)
+            self._seconds += time.monotonic() - begin
+        return sealed

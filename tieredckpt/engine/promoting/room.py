@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import suppress
 
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, fits, make_room
-from tieredckpt.engine.promoting.pack_writer import Batch
+from tieredckpt.engine.promoting.pack_writer import Batch, Need
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
@@ -22,25 +22,18 @@ from tieredckpt.units import format_size
 __all__ = ["expected", "have_room", "within_capacity"]
 
 
-async def expected(
-    tier: Tier, needs: Mapping[bytes, tuple[str, int]], sizes: Mapping[bytes, int], encoding: Encoding
-) -> int:
-    """Bytes that chunks will take there: compressed, what those of the same array take in the newest step there.
-
-    Args:
-        tier: a durable one.
-        needs: the array of each chunk, by digest, and its place there.
-        sizes: bytes of each chunk.
-        encoding: in which they are stored.
+async def expected(tier: Tier, needs: Iterable[Need], encoding: Encoding) -> int:
+    """Bytes that chunks will take there in ``encoding``: compressed, what those of their arrays take in the newest step
+    there.
     """
     shares: dict[str, float] = {}
     if not encoding.raw and tier.steps.held:
         with suppress(TieredCkptError):  # an index that cannot be read tells nothing
             shares = _shares(await step_index.load(tier, max(tier.steps.held)))
     need = 0
-    for digest, nbytes in sizes.items():
-        share, most = shares.get(needs[digest][0]), encoding.stored_size(nbytes)
-        need += most if share is None else min(most, math.ceil(share * nbytes))
+    for each in needs:
+        share, most = shares.get(each.key), encoding.stored_size(each.nbytes)
+        need += most if share is None else min(most, math.ceil(share * each.nbytes))
     return need
 
 
@@ -66,16 +59,17 @@ async def have_room(state: State, collector: Collector, step: StepId, tier: Tier
 
 
 async def within_capacity(
-    tier: Tier, batches: AsyncIterator[Batch], sizes: Mapping[bytes, int], encoding: Encoding
+    tier: Tier, batches: AsyncIterator[Batch], needs: Iterable[Need], encoding: Encoding
 ) -> AsyncGenerator[Batch, None]:
     """Yield the batches, and count the bytes that they really take instead of the estimates.
 
     Raises `NoRoom` before one for which the capacity has no room, with what it and the rest take at most.
     """
-    taken, left = 0, sum(map(encoding.stored_size, sizes.values()))
+    sizes = {need.digest: encoding.stored_size(need.nbytes) for need in needs}
+    taken, left = 0, sum(sizes.values())
     async for batch in batches:
         taken += batch.size
-        left -= sum(encoding.stored_size(sizes[digest]) for digest, _ in batch.places)
+        left -= sum(sizes[digest] for digest, _ in batch.places)
         if not encoding.raw and not fits(tier, taken):
             await batch.lent.aclose()
             raise NoRoom.of(

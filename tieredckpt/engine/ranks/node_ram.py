@@ -15,8 +15,7 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.opening.ram import ram_folder
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.restoring.source import pinned
-from tieredckpt.engine.state.merged_ram import Near
-from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.state import Near, State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.opening.scan import pack_table
 from tieredckpt.engine.repairing.repack import rewrite
-from tieredckpt.engine.repairing.scan_budget import Scan
-from tieredckpt.engine.repairing.verify import Verified, verify_on
+from tieredckpt.engine.repairing.repair import Scan
+from tieredckpt.engine.repairing.verify import Verified, Verifier
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.tier import Tier
@@ -21,50 +21,38 @@ from tieredckpt.format.manifest import StepId
 __all__ = ["scrub"]
 
 
-async def scrub(
-    state: State,
-    collector: Collector,
-    tiers: Sequence[Tier],
-    *,
-    repair: bool,
-    rate: float | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> list[Verified]:
+async def scrub(verifier: Verifier, tiers: Sequence[Tier], rate: float | None = None) -> list[Verified]:
     """Verify all that tiers hold, one tier after the other, the newest steps first.
 
     Args:
-        state: of the engine.
-        collector: of the engine.
+        verifier: verifies and repairs the steps.
         tiers: to look at.
-        repair: repair what is damaged, from whichever tier has it; on the tiers that this rank manages.
         rate: bytes a second that are read at most.
-        progress: called with the bytes of each part that was read, from any thread.
 
     Returns:
         One result per step and tier, oldest save first, and then one for each tier whose own files are damaged.
     """
     found: list[Verified] = []
+    state, collector = verifier.state, verifier.collector
     for tier in tiers:
-        scan, repairs = Scan(Pace(rate)), repair and state.manages(tier)
+        scan, repairs = Scan(Pace(rate)), verifier.repairs(tier)
         if not tier.answers or tier.marker is None:
             if state.read_only and isinstance(tier.health.error, NotFound):
                 continue  # it was never made, or ended with its process
             found.append(Verified(None, tier.name, 0, (), False, f"it does not answer: {tier.health.error}"))
             continue
-        if (marker := await _check_marker(state, tier, repair=repairs)) is not None:
+        if (marker := await _check_marker(tier, repair=repairs)) is not None:
             found.append(marker)
         for step in sorted({*tier.steps.held, *tier.steps.damaged}, reverse=True):
             if step in tier.steps.held or step in tier.steps.damaged:
                 with suppress(NotFound):  # evicted meanwhile
-                    found.append(
-                        await verify_on(state, collector, step, tier, repair=repairs, progress=progress, scan=scan)
-                    )
+                    found.append(await verifier.on(step, tier, scan))
         if not tier.in_memory and (footers := await _check_footers(state, collector, tier, repair=repairs)) is not None:
             found.append(footers)
     return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))
 
 
-async def _check_marker(state: State, tier: Tier, *, repair: bool) -> Verified | None:
+async def _check_marker(tier: Tier, *, repair: bool) -> Verified | None:
     assert tier.marker is not None
     problem = f"tier {tier.name!r}: {layout.MARKER} is not what was written"
     try:

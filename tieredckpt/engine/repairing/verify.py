@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.repairing.repair import inspect, repair_chunks, repair_index
-from tieredckpt.engine.repairing.scan_budget import Scan
+from tieredckpt.engine.repairing.repair import Scan, inspect, repair_chunks, repair_index
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -15,7 +14,7 @@ from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailabl
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepIndex
 
-__all__ = ["Verified", "verify_on", "verify_step"]
+__all__ = ["Verified", "Verifier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,115 +42,90 @@ class Verified:
         return self.repaired or not self.problem
 
 
-async def verify_step(
-    state: State,
-    collector: Collector,
-    number: int | None,
-    serial: int | None,
-    name: str | None,
-    *,
-    repair: bool,
-    progress: Callable[[int], None] | None,
-) -> list[Verified]:
-    """Verify a step by its number, on one tier or on every tier that holds it, as `verify_on`. Raises `NotFound`."""
-    step = state.find(number, serial, damaged=number is not None)
-    tiers = [state.tier(name)] if name is not None else list(state.tiers)
-    holding = [tier for tier in tiers if step in tier.steps.held or step in tier.steps.damaged]
-    if not holding:
-        raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
-    found = []
-    for tier in holding:
-        try:
-            repairs = repair and state.manages(tier)
-            found.append(await verify_on(state, collector, step, tier, repair=repairs, progress=progress))
-        except NotFound:
-            if tier is holding[-1] and not found:
-                raise  # else it left a tier meanwhile, and what the others hold is told all the same
-    return found
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """Verifies what tiers hold, and repairs it on request."""
 
+    state: State
+    collector: Collector
+    repair: bool
+    """Whether to repair what is damaged, from whichever tier has it; on the tiers that this rank manages."""
+    progress: Callable[[int], None] | None = None
+    """Called with the bytes of each part that was read, from any thread."""
 
-async def verify_on(
-    state: State,
-    collector: Collector,
-    step: StepId,
-    tier: Tier,
-    *,
-    repair: bool,
-    progress: Callable[[int], None] | None = None,
-    scan: Scan | None = None,
-) -> Verified:
-    """Read all of a step on a tier that holds it, compare every digest, and repair what is damaged if asked.
+    def repairs(self, tier: Tier) -> bool:
+        """Whether damage on a tier is repaired."""
+        return self.repair and self.state.manages(tier)
 
-    Its index is read from the tier as well, though this process may know it. ``progress`` is called with the bytes
-    of each part that was read, from any thread; what ``scan`` has seen is not read again. Raises `NotFound` when
-    the step left the tier meanwhile.
-    """
-    before = places(state, step)
-    found = await _verify_on(state, collector, step, tier, repair=repair, progress=progress, scan=scan)
-    if found.problem and await has_moved(state, step, before):
-        raise _left(step, tier)
-    return found
+    async def verify(self, number: int | None, serial: int | None, name: str | None) -> list[Verified]:
+        """Verify a step by its number, on one tier or on every tier that holds it, as `on`. Raises `NotFound`."""
+        step = self.state.find(number, serial, damaged=number is not None)
+        tiers = [self.state.tier(name)] if name is not None else list(self.state.tiers)
+        holding = [tier for tier in tiers if step in tier.steps.held or step in tier.steps.damaged]
+        if not holding:
+            raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
+        found = []
+        for tier in holding:
+            try:
+                found.append(await self.on(step, tier))
+            except NotFound:
+                if tier is holding[-1] and not found:
+                    raise  # else it left a tier meanwhile, and what the others hold is told all the same
+        return found
 
+    async def on(self, step: StepId, tier: Tier, scan: Scan | None = None) -> Verified:
+        """Read all of a step on a tier that holds it, compare every digest, and repair what is damaged if asked.
 
-async def _verify_on(
-    state: State,
-    collector: Collector,
-    step: StepId,
-    tier: Tier,
-    *,
-    repair: bool,
-    progress: Callable[[int], None] | None,
-    scan: Scan | None,
-) -> Verified:
-    record = state.records().get(step)
-    nbytes = record.nbytes if record is not None else 0
-    with tier.steps.indexes.rereading(step) as remembered:
-        try:
-            if step in tier.steps.damaged and not tier.in_memory and tier.blobs is not None:
-                await collector.evictor.look_again(step, tier)
-            if step in tier.steps.damaged:
-                raise tier.steps.damaged[step]
-            damage = await inspect(state, step, tier, progress, scan)
-        except TierUnavailable as error:
-            return Verified(step, tier.name, nbytes, (), False, str(error))
-        except TieredCkptError as error:
-            return await _with_another_index(state, collector, step, tier, error, remembered, repair=repair)
-    if not damage:
-        return Verified(step, tier.name, nbytes, (), False, "")
-    unrepaired = await repair_chunks(state, collector, step, damage) if repair else []
-    if repair and not tier.steps.keeps(step):
-        raise _left(step, tier)
-    keys = tuple(sorted({found.key for found in damage}))
-    lost = {key for each in unrepaired if isinstance(each.error, Corrupt) for key in each.keys}
-    problem = str(unrepaired[0].error if unrepaired else damage[0].error)
-    return Verified(step, tier.name, nbytes, keys, repair and not unrepaired, problem, tuple(sorted(lost)))
+        Its index is read from the tier as well, though this process may know it. What ``scan`` has seen is not read
+        again. Raises `NotFound` when the step left the tier meanwhile.
+        """
+        before = places(self.state, step)
+        found = await self._on(step, tier, scan)
+        if found.problem and await has_moved(self.state, step, before):
+            raise _left(step, tier)
+        return found
 
+    async def _on(self, step: StepId, tier: Tier, scan: Scan | None) -> Verified:
+        record = self.state.records().get(step)
+        nbytes = record.nbytes if record is not None else 0
+        with tier.steps.indexes.rereading(step) as remembered:
+            try:
+                if step in tier.steps.damaged and not tier.in_memory and tier.blobs is not None:
+                    await self.collector.evictor.look_again(step, tier)
+                if step in tier.steps.damaged:
+                    raise tier.steps.damaged[step]
+                damage = await inspect(self.state, step, tier, self.progress, scan)
+            except TierUnavailable as error:
+                return Verified(step, tier.name, nbytes, (), False, str(error))
+            except TieredCkptError as error:
+                return await self._with_another_index(step, tier, nbytes, error, remembered)
+        if not damage:
+            return Verified(step, tier.name, nbytes, (), False, "")
+        repairs = self.repairs(tier)
+        unrepaired = await repair_chunks(self.state, self.collector, step, damage) if repairs else []
+        if repairs and not tier.steps.keeps(step):
+            raise _left(step, tier)
+        keys = tuple(sorted({found.key for found in damage}))
+        lost = {key for each in unrepaired if isinstance(each.error, Corrupt) for key in each.keys}
+        problem = str(unrepaired[0].error if unrepaired else damage[0].error)
+        return Verified(step, tier.name, nbytes, keys, repairs and not unrepaired, problem, tuple(sorted(lost)))
 
-async def _with_another_index(
-    state: State,
-    collector: Collector,
-    step: StepId,
-    tier: Tier,
-    error: TieredCkptError,
-    remembered: StepIndex | None,
-    *,
-    repair: bool,
-) -> Verified:
-    if not tier.steps.keeps(step):
-        raise _left(step, tier) from error  # and is not to come back
-    record = state.records().get(step)
-    problem = str(error)
-    if repair:
-        try:
-            await repair_index(state, collector, step, tier, error, remembered)
-        except TieredCkptError as failed:
-            if not tier.steps.keeps(step):
-                raise _left(step, tier) from failed
-            problem = f"{error}; it could not be committed anew: {failed}"
-    repaired = repair and step in tier.steps.held
-    lost = () if not repair or state.holders(step) else (layout.STEP_RECORD,)
-    nbytes = record.nbytes if record is not None else 0
-    return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
+    async def _with_another_index(
+        self, step: StepId, tier: Tier, nbytes: int, error: TieredCkptError, remembered: StepIndex | None
+    ) -> Verified:
+        if not tier.steps.keeps(step):
+            raise _left(step, tier) from error  # and is not to come back
+        repairs, problem = self.repairs(tier), str(error)
+        if repairs:
+            try:
+                await repair_index(self.state, self.collector, step, tier, error, remembered)
+            except TieredCkptError as failed:
+                if not tier.steps.keeps(step):
+                    raise _left(step, tier) from failed
+                problem = f"{error}; it could not be committed anew: {failed}"
+        repaired = repairs and step in tier.steps.held
+        lost = () if not repairs or self.state.holders(step) else (layout.STEP_RECORD,)
+        return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
 
 
 def _left(step: StepId, tier: Tier) -> Moved:

@@ -16,8 +16,7 @@ from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.engine.restoring.moved import unless_moved
 from tieredckpt.engine.restoring.pieces import Piece
-from tieredckpt.engine.state.merged_ram import MergedRam, Near
-from tieredckpt.engine.state.state import State, lossy_hint
+from tieredckpt.engine.state.state import MergedRam, Near, State, lossy_hint
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents

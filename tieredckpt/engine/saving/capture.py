@@ -240,7 +240,7 @@ class Captures:
         """Return when none is under way; a cancellation ends them, and is raised when they have ended."""
         pending = self.pending | self._awaited
         try:
-            await self._settle()
+            await self._resolve_lazy()
             if pending:
                 await asyncio.wait(pending)
         except asyncio.CancelledError:
@@ -252,11 +252,11 @@ class Captures:
     async def drained(self) -> None:
         """Return when none is under way."""
         while self.pending:
-            await self._settle()
+            await self._resolve_lazy()
             if left := set(self.pending):  # they may have ended meanwhile
                 await asyncio.wait(left)
 
-    async def _settle(self) -> None:
+    async def _resolve_lazy(self) -> None:
         """Confirm the lazy saves: the trainer has called the store and waits."""
         for lazy in tuple(self._lazy):
-            await lazy.settle()
+            await lazy.resolve()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
-from tieredckpt.concurrency import in_thread
+from tieredckpt.concurrency import in_thread, until_done
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import waits_for_promotion
@@ -44,15 +44,7 @@ async def copy_cells(state: State, snapshot: Snapshot, index: SlabIndex) -> None
     loop = asyncio.get_running_loop()
     threads = min(state.config.copy_threads, len(snapshot.pending)) or 1
     everyone = asyncio.gather(*(loop.run_in_executor(state.pool, snapshot.work, index) for _ in range(threads)))
-    cancelled = False
-    while not everyone.done():
-        try:
-            await asyncio.shield(everyone)
-        except asyncio.CancelledError:
-            cancelled = True
-            snapshot.stop()
-    if cancelled:
-        raise asyncio.CancelledError
+    await until_done(everyone, snapshot.stop)
     if snapshot.error is not None:
         raise snapshot.error
 

@@ -14,9 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from tieredckpt._callbacks import SLOW, name_slow
-from tieredckpt.engine.latch import Latch
-from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.loop import EngineLoop, Latch
 from tieredckpt.engine.saving.moment import Moment
 from tieredckpt.engine.saving.snapshot import Digests, Located, Snapshot
 from tieredckpt.errors import Invalid, TieredCkptError
@@ -107,7 +105,7 @@ class LazyMoment(Moment):
         self._confirmed.open()
         self._before = []  # whoever keeps the checkpoint keeps no arrays
 
-    async def settle(self) -> None:
+    async def resolve(self) -> None:
         """As `captured`, where the trainer waits for a call of the store. Raises nothing."""
         with suppress(TieredCkptError):
             await _opened(self._copied)
@@ -132,8 +130,7 @@ class LazyMoment(Moment):
         begin = time.monotonic()
         self._loop.check_thread()
         self._loop.thread.check_process()
-        while not self._copied.wait(SLOW):
-            name_slow(self._loop.thread.number)
+        self._loop.thread.wait_for(self._copied)
         self._confirm(time.monotonic() - begin)
 
     def _before_step(self) -> None:

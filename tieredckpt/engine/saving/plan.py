@@ -40,14 +40,14 @@ class Plan:
     """Bytes of the largest cell that takes pages; 1 if none does."""
 
     @classmethod
-    def of(cls, leaves: Sequence[ArrayLeaf], chunk_size: int) -> Plan:
-        """Cut every array into cells of about ``chunk_size`` bytes."""
+    def of(cls, leaves: Sequence[ArrayLeaf], chunk_size: int, inline_max: int = INLINE_MAX) -> Plan:
+        """Cut every array into cells of about ``chunk_size`` bytes; up to ``inline_max`` of one lie in the index."""
         grids = [_grid(leaf, chunk_size) for leaf in leaves]
         gathered: list[int] = []
         inline: list[int] = []
         paged: list[int] = []
         for i, (leaf, grid) in enumerate(zip(leaves, grids, strict=True)):
-            if _takes_pages(grid):
+            if _takes_pages(grid, inline_max):
                 paged.append(i)
             elif grid.cell == leaf.shape and leaf.part is None and leaf.dtype.kind != "b":
                 gathered.append(i)
@@ -81,8 +81,8 @@ def snapshot_size(leaves: Iterable[ArrayLeaf], chunk_size: int, ranks_with: Call
     return total
 
 
-def _takes_pages(grid: Grid) -> bool:
-    return grid.size * grid.cell_nbytes > INLINE_MAX
+def _takes_pages(grid: Grid, inline_max: int = INLINE_MAX) -> bool:
+    return grid.size * grid.cell_nbytes > inline_max
 
 
 def _grid(leaf: ArrayLeaf, chunk_size: int) -> Grid:

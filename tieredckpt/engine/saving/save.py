@@ -39,9 +39,9 @@ from tieredckpt.engine.saving.spill import Refused, attributed, stream, usable_r
 from tieredckpt.engine.state.branch import RESTORED_LOSSY, Continued, Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
 from tieredckpt.events import OriginIgnored, SaveSkipped, StepSaved
 from tieredckpt.format.joining import join

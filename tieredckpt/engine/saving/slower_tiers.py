@@ -11,8 +11,8 @@ from tieredckpt.engine.keeping.full_tier import make_room
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.format.manifest import StepIndex
 from tieredckpt.format.ocdbt import Extent
 

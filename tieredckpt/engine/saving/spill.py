@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
+from tieredckpt._batches import batches
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import needing
-from tieredckpt.engine.promoting.encoder import Encoder
-from tieredckpt.engine.promoting.pack_writer import Batch, Payload, write_packs
+from tieredckpt.engine.promoting.pack_writer import Batch, Encoder, Payload, write_packs
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.saving.snapshot import Copied, Located, Snapshot
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.slab_index import SlabIndex, slab_size
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import Chunk
 from tieredckpt.format.ocdbt import Extent
@@ -104,7 +104,8 @@ async def stream(
         with attributed(tier):
             await slower.hold_packs(tier, until_committed)
         until_committed.callback(tier.packs.streamed_to.clear)
-        return tier, *await _write_all(state, collector, slower, snapshot, tier, passage)
+        streaming = _Streaming(state, collector, slower, snapshot, tier, passage)
+        return tier, await streaming.write_all(), streaming.written
     raise NoSpace(
         f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
         + ("; ".join(problems) or "there is no other tier; give the RAM tier a larger capacity, or add one")
@@ -129,116 +130,110 @@ def _through_scratch(state: State) -> _Passage:
     return _Passage(state.scratch.slab, SlabIndex(state.scratch.slab), None)
 
 
-async def _write_all(
-    state: State, collector: Collector, slower: SlowerTiers, snapshot: Snapshot, tier: Tier, passage: _Passage
-) -> tuple[Located, WrittenPacks]:
-    located: Located = {}
-    written = WrittenPacks()
-    new_bytes = 0
-    while snapshot.pending:
-        try:
-            await _copy_some(state, collector, snapshot, passage)
-            if not snapshot.copied:
-                passage = _through_scratch(state)
-                continue
-            left = (*(done.cell for done in snapshot.copied), *snapshot.pending)
-            with attributed(tier):
-                async with needing(sum(tier.chunks.encoding.stored_size(cell.nbytes) for cell in left)):
-                    nbytes, extents = await _write(state, slower, tier, snapshot, passage.slab, written)
-            new_bytes += nbytes
-            for done in snapshot.copied:
-                located[done.cell.array, done.cell.ordinal] = Chunk(done.digest, extents[done.digest])
-        finally:
-            passage.index.drop([done.digest for done in snapshot.copied])
-            snapshot.copied.clear()
-            state.scratch.returned.notify()
-    snapshot.new_bytes = new_bytes
-    return located, written
+@dataclass(slots=True)
+class _Streaming:
+    """A tree on its way to a slower tier, a part at a time."""
 
+    state: State
+    collector: Collector
+    slower: SlowerTiers
+    snapshot: Snapshot
+    tier: Tier
+    passage: _Passage
+    written: WrittenPacks = field(default_factory=WrittenPacks)
 
-async def _copy_some(state: State, collector: Collector, snapshot: Snapshot, passage: _Passage) -> None:
-    """Copy as many cells as find room; none when RAM has no room, for the system may refuse memory to its slab."""
-    slab = passage.slab
-    if passage.ram is not None:
-        with attributed(passage.ram):
-            await collector.make_room(passage.ram, partial(has_room, slab, slab.capacity // 2))
-    await copy_cells(state, snapshot, passage.index)
-    while not snapshot.copied and passage.ram is None:
-        if not slab.used:
-            raise SkipSave(
-                f"the {format_size(slab.capacity)} of memory that it must pass through have no room for a single "
-                f"chunk; give the RAM tier a larger capacity"
-            )
-        await state.scratch.returned.wait()  # whoever has borrowed all of it gives it back
+    async def write_all(self) -> Located:
+        """Write every chunk; where they lie. The packs are those of `written`."""
+        located: Located = {}
+        new_bytes, snapshot, stored_size = 0, self.snapshot, self.tier.chunks.encoding.stored_size
+        while snapshot.pending:
+            passage = self.passage
+            try:
+                await self._copy_some()
+                if not snapshot.copied:
+                    self.passage = _through_scratch(self.state)
+                    continue
+                left = (*(done.cell for done in snapshot.copied), *snapshot.pending)
+                with attributed(self.tier):
+                    async with needing(sum(stored_size(cell.nbytes) for cell in left)):
+                        nbytes, extents = await self._write()
+                new_bytes += nbytes
+                for done in snapshot.copied:
+                    located[done.cell.array, done.cell.ordinal] = Chunk(done.digest, extents[done.digest])
+            finally:
+                passage.index.drop([done.digest for done in snapshot.copied])
+                snapshot.copied.clear()
+                self.state.scratch.returned.notify()
+        snapshot.new_bytes = new_bytes
+        return located
+
+    async def _copy_some(self) -> None:
+        """Copy as many cells as find room; none when RAM has no room, for the system may refuse memory to its slab."""
+        state, snapshot, passage, slab = self.state, self.snapshot, self.passage, self.passage.slab
+        if passage.ram is not None:
+            with attributed(passage.ram):
+                await self.collector.make_room(passage.ram, partial(has_room, slab, slab.capacity // 2))
         await copy_cells(state, snapshot, passage.index)
+        while not snapshot.copied and passage.ram is None:
+            if not slab.used:
+                raise SkipSave(
+                    f"the {format_size(slab.capacity)} of memory that it must pass through have no room for a single "
+                    f"chunk; give the RAM tier a larger capacity"
+                )
+            await state.scratch.returned.wait()  # whoever has borrowed all of it gives it back
+            await copy_cells(state, snapshot, passage.index)
 
+    async def _write(self) -> tuple[int, Mapping[bytes, Extent]]:
+        """Write the copied chunks that the tier lacks as packs; the bytes of these chunks, and where all of them are.
 
-async def _write(
-    state: State, slower: SlowerTiers, tier: Tier, snapshot: Snapshot, slab: Slab, written: WrittenPacks
-) -> tuple[int, Mapping[bytes, Extent]]:
-    """Write the copied chunks that the tier lacks as packs; the bytes of these chunks, and where all of them are.
+        What was written for this save before, and is now, is in `written`.
+        """
+        tier, snapshot, known = self.tier, self.snapshot, self.written.extents
+        sizes = {done.digest: done.cell.nbytes for done in snapshot.copied}
+        extents = {digest: known[digest] for digest in sizes.keys() & known.keys()}
+        unknown = {digest: nbytes for digest, nbytes in sizes.items() if digest not in extents}
+        extents |= await self.slower.find(tier, unknown)
+        # Of another promotion meanwhile, too.
+        tier.packs.streamed_to.update(extent.path for extent in extents.values())
+        new = {done.digest: done for done in snapshot.copied if done.digest not in extents}
+        waiting = sorted(new.values(), key=lambda done: done.offset)
+        now = WrittenPacks()
+        try:
+            async with aclosing(self._batches(waiting)) as sealed:
+                await write_packs(tier, sealed, now)
+        finally:
+            self.written.add(now)
+            self.slower.add_packs(tier, now)
+        return sum(done.cell.nbytes for done in waiting), extents | now.extents
 
-    What was written for this save before, and is now, is added to ``written``.
-    """
-    sizes = {done.digest: done.cell.nbytes for done in snapshot.copied}
-    extents = {digest: written.extents[digest] for digest in sizes.keys() & written.extents.keys()}
-    unknown = {digest: nbytes for digest, nbytes in sizes.items() if digest not in extents}
-    extents |= await slower.find(tier, unknown)
-    tier.packs.streamed_to.update(extent.path for extent in extents.values())  # of another promotion meanwhile, too
-    new = {done.digest: done for done in snapshot.copied if done.digest not in extents}
-    waiting = sorted(new.values(), key=lambda done: done.offset)
-    now = WrittenPacks()
-    try:
-        async with aclosing(_batches(state, tier, snapshot, waiting, slab)) as batches:
-            await write_packs(tier, batches, now)
-    finally:
-        written.add(now)
-        slower.add_packs(tier, now)
-    return sum(done.cell.nbytes for done in waiting), extents | now.extents
+    async def _batches(self, waiting: Sequence[Copied]) -> AsyncGenerator[Batch, None]:
+        traits, encoding = self.tier.store.traits, self.tier.chunks.encoding
+        encoder = Encoder(self.state, self.tier, encoding, lambda: True)  # the training waits
+        limit = min(traits.object_size, limits.in_force.pack_size) if traits.ranged_get else 0
+        if not encoding.raw:
+            limit = min(limit, self.state.scratch.capacity // _PACKS_UNDER_WAY)
+        for pack in batches(waiting, lambda done: encoding.stored_size(done.cell.nbytes), limit):
+            yield await self._sealed(pack, encoder)
 
-
-async def _batches(
-    state: State, tier: Tier, snapshot: Snapshot, waiting: Sequence[Copied], slab: Slab
-) -> AsyncGenerator[Batch, None]:
-    traits, encoding = tier.store.traits, tier.chunks.encoding
-    encoder = Encoder(state, tier, encoding, lambda: True)  # the training waits
-    limit = min(traits.object_size, limits.in_force.pack_size) if traits.ranged_get else 0
-    if not encoding.raw:
-        limit = min(limit, state.scratch.capacity // _PACKS_UNDER_WAY)
-    pack: list[Copied] = []
-    left = limit
-    for done in waiting:
-        size = encoding.stored_size(done.cell.nbytes)
-        if pack and size > left:
-            yield await _sealed(state, tier, snapshot, pack, slab, encoder)
-            pack, left = [], limit
-        pack.append(done)
-        left -= size
-    if pack:
-        yield await _sealed(state, tier, snapshot, pack, slab, encoder)
-
-
-async def _sealed(
-    state: State, tier: Tier, snapshot: Snapshot, pack: Sequence[Copied], slab: Slab, encoder: Encoder
-) -> Batch:
-    encoding = tier.chunks.encoding
-    batch = Batch(compressed=not encoding.raw)
-    tier.packs.streamed_to.add(batch.key)
-    try:
-        payloads: list[Payload] = []
-        for done in pack:
-            nbytes = done.cell.nbytes
-            memory = slab.array[done.offset : done.offset + encoding.stored_size(nbytes)]
-            need = encoding.room(nbytes, behind=True)
-            # Scratch memory that the tree passes through may be full of it.
-            of_scratch = slab is not state.scratch.slab
-            room = await batch.carve(state.scratch if of_scratch else None, need) if need else None
-            payloads.append(Payload(done.digest, nbytes, snapshot.grids[done.cell.array].itemsize, memory, room))
-        for encoded in await encoder.seal(payloads, state.config.copy_threads):
-            if encoded is None:
-                raise TierUnavailable("a chunk changed in memory between its copy and its write; save again")
-            batch.add(encoded)
-    except BaseException:
-        await batch.lent.aclose()
-        raise
-    return batch
+    async def _sealed(self, pack: Sequence[Copied], encoder: Encoder) -> Batch:
+        state, slab, encoding = self.state, self.passage.slab, self.tier.chunks.encoding
+        batch = Batch(compressed=not encoding.raw)
+        self.tier.packs.streamed_to.add(batch.key)
+        # Scratch memory that the tree passes through may be full of it.
+        scratch = state.scratch if slab is not state.scratch.slab else None
+        try:
+            payloads: list[Payload] = []
+            for done in pack:
+                nbytes, itemsize = done.cell.nbytes, self.snapshot.grids[done.cell.array].itemsize
+                memory = slab.array[done.offset : done.offset + encoding.stored_size(nbytes)]
+                need = encoding.room(nbytes, behind=True)
+                room = await batch.carve(scratch, need) if need else None
+                payloads.append(Payload(done.digest, nbytes, itemsize, memory, room))
+            for encoded in await encoder.seal(payloads, state.config.copy_threads):
+                if encoded is None:
+                    raise TierUnavailable("a chunk changed in memory between its copy and its write; save again")
+                batch.add(encoded)
+        except BaseException:
+            await batch.lent.aclose()
+            raise
+        return batch

@@ -5,32 +5,62 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 
+from tieredckpt.blobs.ram.owner import Place
 from tieredckpt.config import StoreConfig
 from tieredckpt.devices.memory import HostMemory
 from tieredckpt.engine.notify import Notification
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state import views
 from tieredckpt.engine.state.branch import Branch
-from tieredckpt.engine.state.identity import Identity
 from tieredckpt.engine.state.membership import Membership, Role
-from tieredckpt.engine.state.merged_ram import MergedRam
 from tieredckpt.engine.state.observation import Observation
 from tieredckpt.engine.state.ram_gate import RamGate
 from tieredckpt.engine.state.step_table import StepTable
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
 from tieredckpt.events import Events, TierFailed
-from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, StoreMarker
+from tieredckpt.format.ocdbt import Extent
 from tieredckpt.policy.base import Observed, StoreView, TierView
 
-__all__ = ["DerivedState", "State", "lossy_hint"]
+__all__ = ["DerivedState", "MergedRam", "Near", "State", "lossy_hint"]
 
 _log = logging.getLogger("tieredckpt")
+
+
+@dataclass
+class Identity:
+    """Found out when the store is opened; see `tieredckpt.engine.opening`."""
+
+    marker: StoreMarker | None = None
+    made_up: bool = False
+    """The marker is new: no tier that answered at start had one."""
+    places: dict[str, Place] = field(default_factory=dict)
+    """By name, where the slower tiers are, as they were looked at when the store was opened."""
+    noted: dict[str, Place] = field(default_factory=dict)
+    """By location, what RAM's note says of the slower tiers; at opening, of those that may not be mounted."""
+
+
+Near = Mapping[bytes, tuple[Tier, Extent]]
+"""Places of chunks in the RAM of this machine, by digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedRam:
+    """A step, its merged index, and its chunks in the RAM of this machine."""
+
+    step: StepId
+    tier: Tier
+    """The nearest tier with an index of it."""
+    index: StepIndex
+    """Index of the whole step."""
+    near: Callable[[], AbstractAsyncContextManager[Near]]
+    """Keeps what this machine's RAM has of the step while it is read."""
 
 
 @dataclass(slots=True)

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from tieredckpt.blobs.codecs import encoding_of
 from tieredckpt.engine.tier.chunk_index import ChunkIndex
 from tieredckpt.engine.tier.sizes import Sizes
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.format.encoding import CRC32C, Encoding
 from tieredckpt.format.manifest import ArrayIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Packs"]
+__all__ = ["Packs", "WrittenPacks"]
 
 
 @dataclass
@@ -103,3 +102,23 @@ class Packs:
         """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guard``."""
         self.index.pop(digest, None)
         self.verified.discard(digest)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPacks:
+    """Packs that are stored and to which no commit refers yet."""
+
+    extents: dict[bytes, Extent] = field(default_factory=dict)
+    """Place of each chunk, by digest."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of each pack, by key."""
+
+    def add(self, more: WrittenPacks) -> None:
+        """Count these packs in, too."""
+        self.extents.update(more.extents)
+        self.sizes.update(more.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packs."""
+        return sum(self.sizes.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import whole
 from tieredckpt.config import TierConfig
 from tieredckpt.config.kinds import kind_of
+from tieredckpt.engine import limits
 from tieredckpt.engine.tier import marker_file
-from tieredckpt.engine.tier.health import Health
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.packs import Packs
 from tieredckpt.engine.tier.ram import Ram
@@ -28,7 +29,7 @@ from tieredckpt.format.manifest import StepId, StoreMarker
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.rounding import Bound
 
-__all__ = ["Remote", "RoundedChunk", "Tier", "ToRound"]
+__all__ = ["Health", "Remote", "RoundedChunk", "Tier", "ToRound"]
 
 
 class ToRound(NamedTuple):
@@ -47,6 +48,31 @@ class RoundedChunk(NamedTuple):
     """The largest error that was found; see `tieredckpt.format.rounding.round_values`."""
     exact: bool = False
     """Whether it was left as it was."""
+
+
+@dataclass
+class Health:
+    """Last failure of a tier, until an operation succeeds."""
+
+    error: Exception | None = None
+    note: str = ""
+    """Note for people about a tier that works."""
+    retry_at: float = 0.0
+    """Not to be tried before, on the monotonic clock."""
+    _failures: int = 0
+
+    def fail(self, error: Exception) -> float:
+        """Note a failure; returns the seconds until the next try."""
+        self.error = error
+        delay = min(limits.in_force.last_retry, limits.in_force.first_retry * 2.0**self._failures)
+        self._failures += 1
+        self.retry_at = time.monotonic() + delay
+        return delay
+
+    def recover(self) -> bool:
+        """Note a success; True when the tier had failed before."""
+        failed, self.error, self._failures = self.error is not None, None, 0
+        return failed
 
 
 @dataclass

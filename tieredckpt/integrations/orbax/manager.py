@@ -16,16 +16,7 @@ from orbax.checkpoint import args as orbax_args
 from orbax.checkpoint import metadata as orbax_metadata
 from orbax.checkpoint.checkpoint_managers import DecisionContext
 
-from tieredckpt import (
-    ArraySpec,
-    CheckpointStore,
-    Invalid,
-    NoSpace,
-    NotFound,
-    StepInfo,
-    SyncStore,
-    TierUnavailable,
-)
+from tieredckpt import ArraySpec, CheckpointStore, Invalid, NoSpace, NotFound, StepInfo, SyncStore, TierUnavailable
 from tieredckpt.integrations.orbax.items import (
     by_name,
     handlers_by_name,

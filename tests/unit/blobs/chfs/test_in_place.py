@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tieredckpt.blobs.base import ALIGNMENT
-from tieredckpt.blobs.chfs.pieces import chunk_size_for, cut, piece_size, ranges
 from tieredckpt.blobs.chfs.store import ChfsStore
+from tieredckpt.blobs.chfs.transfer import chunk_size_for, cut, piece_size, ranges
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.testing.backdoor import pattern
 

@@ -68,7 +68,7 @@ def dying(function):
 if point == "rename":
     Path.rename = dying(Path.rename)
 elif point == "flush":
-    folder.flushed_folder = dying(folder.flushed_folder)
+    folder.sync_folder = dying(folder.sync_folder)
     folder.os.fsync = dying(os.fsync)
 else:
     held_step.fill = dying(held_step.fill)

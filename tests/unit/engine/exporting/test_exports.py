@@ -326,7 +326,7 @@ def test_a_save_does_not_wait_for_the_memory_of_a_step_that_is_exported(
     store = open_store(
         ram={"capacity": "8 MiB"}, hf={"format": "safetensors", "when": {"kind": "every_n_steps", "n": 10}}
     )
-    monkeypatch.setattr(held_step, "_PART", 1 << 20)  # two arrays, so that most are read after the pause
+    limit(monkeypatch, export_part=1 << 20)  # two arrays, so that most are read after the pause
     read_from = read_tiers(monkeypatch)
     ckpt = store.save(10, large(10))
     ckpt.reached("disk")
@@ -369,7 +369,7 @@ def test_a_save_that_waits_for_a_promotion_does_not_wait_for_an_export_that_bega
 ) -> None:
     """RAM has room for one step, which is to come to the disk first. It is exported, let go for the save, and exported
     again: that lets it go, too."""
-    monkeypatch.setattr(held_step, "_PART", 1 << 20)  # two arrays, so that most are read after a pause
+    limit(monkeypatch, export_part=1 << 20)  # two arrays, so that most are read after a pause
     promote, gave_way = threading.Event(), threading.Event()
     pauses = [(threading.Event(), threading.Event()) for _ in range(2)]
     attempts: list[int] = []

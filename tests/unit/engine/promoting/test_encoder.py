@@ -11,7 +11,7 @@ from support.limits import limit
 from support.scenes import CHUNK, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.promoting import encoder
+from tieredckpt.engine.promoting import pack_writer
 from tieredckpt.engine.promoting.copy_step import _is_overtaken
 
 TREE = {"soft": np.arange(16 * CHUNK // 8)}
@@ -22,7 +22,7 @@ async def test_a_save_that_waits_for_a_device_faster_than_the_codec_is_compresse
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bandwidth: float
 ) -> None:
     limit(monkeypatch, pack_size=5 * CHUNK)
-    monkeypatch.setattr(encoder, "write_bandwidth", lambda *_: bandwidth)
+    monkeypatch.setattr(pack_writer, "write_bandwidth", lambda *_: bandwidth)
     tiers = {"ram": ram(shared_memory, capacity=6 * 2 * CHUNK), "disk": folder(tmp_path / "disk", codec="small")}
     async with CheckpointStore.open(config(tiers)) as store:
         await store.save(1, TREE)  # more than RAM holds

@@ -16,8 +16,8 @@ from support.limits import limit
 from support.scenes import CHUNK, assert_same, config, files_below, folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.promoting.copy_step import _GROWTH, Need, _packs
-from tieredckpt.engine.promoting.pack_writer import Payload, seal_all
+from tieredckpt.engine.promoting.copy_step import _GROWTH, _packs
+from tieredckpt.engine.promoting.pack_writer import Need, Payload, seal_all
 from tieredckpt.engine.tier import step_index
 from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.format.crc import crc32c
@@ -37,20 +37,19 @@ from tieredckpt.testing.faulty import Faulty
 def test_packs_hold_every_chunk_once_in_order_and_no_more_than_they_may(
     nbytes: list[int], first: int, limit: int, room_limit: int, behind: bool
 ) -> None:
-    sizes = {number.to_bytes(16, "big"): size for number, size in enumerate(nbytes)}
-    needs = [(digest, ("key", number)) for number, digest in enumerate(sizes)]
-    found = list(_packs(needs, sizes, first, limit, room_limit, CRC32C, behind=behind))
+    needs = [Need(number.to_bytes(16, "big"), "key", number, size) for number, size in enumerate(nbytes)]
+    found = list(_packs(needs, first, limit, room_limit, CRC32C, behind=behind))
     assert [need for pack in found for need in pack] == needs
     for number, pack in enumerate(found):
         room = min(limit, first * _GROWTH**number)
-        assert len(pack) == 1 or fits(pack, sizes, room, room_limit, behind=behind)
+        assert len(pack) == 1 or fits(pack, room, room_limit, behind=behind)
         if number + 1 < len(found):  # and none has room for what the next begins with
-            assert not fits([*pack, found[number + 1][0]], sizes, room, room_limit, behind=behind)
+            assert not fits([*pack, found[number + 1][0]], room, room_limit, behind=behind)
 
 
-def fits(pack: list[tuple[bytes, Need]], sizes: dict[bytes, int], most: int, room_limit: int, *, behind: bool) -> bool:
-    stored = sum(CRC32C.stored_size(sizes[digest]) for digest, _ in pack)
-    return stored <= most and sum(CRC32C.room(sizes[digest], behind=behind) for digest, _ in pack) <= room_limit
+def fits(pack: list[Need], most: int, room_limit: int, *, behind: bool) -> bool:
+    stored = sum(CRC32C.stored_size(need.nbytes) for need in pack)
+    return stored <= most and sum(CRC32C.room(need.nbytes, behind=behind) for need in pack) <= room_limit
 
 
 @given(changed=st.sets(st.integers(0, 19)), threads=st.integers(1, 4))

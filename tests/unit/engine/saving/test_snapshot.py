@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.engine.saving import plan
+from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.engine.saving.snapshot import NO_SMALL, Snapshot
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.digest import SIZE, digest
 from tieredckpt.format.grid import cell_box, cells
-from tieredckpt.format.manifest import Chunk
+from tieredckpt.format.manifest import INLINE_MAX, Chunk
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree import Place, Shard, flatten
 
@@ -31,11 +31,9 @@ def leaves(draw: st.DrawFn) -> Any:
     return msgspec.structs.replace(leaf, place=Place("w", tuple(2 * n for n in shape), shape, cell=cell))
 
 
-@given(leaf=leaves(), inline_max=st.sampled_from([0, plan.INLINE_MAX]))
+@given(leaf=leaves(), inline_max=st.sampled_from([0, INLINE_MAX]))
 def test_a_cell_is_the_bytes_that_zarr_has_of_it(leaf: Any, inline_max: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "INLINE_MAX", inline_max)
-        planned = Snapshot.of([leaf], 1 << 20, {})
+    planned = Snapshot.of([leaf], 1 << 20, {}, Plan.of([leaf], 1 << 20, inline_max))
     (grid,) = planned.grids
     found = dict(enumerate(planned.inline.get(0, planned.gathered)))
     for cell in planned.pending:
@@ -52,9 +50,8 @@ def test_a_cell_is_the_bytes_that_zarr_has_of_it(leaf: Any, inline_max: int) -> 
 
 @given(leaf=leaves())
 def test_of_small_arrays_only_digests_are_kept_and_padding_is_not_counted(leaf: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "INLINE_MAX", 1 << 30)
-        planned, again = Snapshot.of([leaf], 1 << 20, {}), Snapshot.of([leaf], 1 << 20, {})
+    plan = Plan.of([leaf], 1 << 20, inline_max=1 << 30)
+    planned, again = (Snapshot.of([leaf], 1 << 20, {}, plan) for _ in range(2))
     planned.compare_small(NO_SMALL)
     assert planned.new_small == leaf.source.nbytes
     assert list(map(len, planned.small.digests)) == [SIZE * planned.grids[0].size]

@@ -1,5 +1,4 @@
 """The commit of a step of many ranks: `vote` is the prepare phase, `commit` writes the merged step, or aborts.
 
-`parts` converts between indexes and the files of parts, `merged` keeps merged steps between the two phases,
-`shared_tiers` streams a part that RAM cannot hold to a shared tier.
+`parts` converts between indexes and the files of parts, `merged` keeps merged steps between the two phases.
 """

@@ -20,7 +20,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import evicting_older, needing
 from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step
 from tieredckpt.engine.promoting.dedupe import is_verified, refer_to_intact
-from tieredckpt.engine.promoting.pack_writer import write_packs
+from tieredckpt.engine.promoting.pack_writer import Need, write_packs
 from tieredckpt.engine.promoting.room import have_room
 from tieredckpt.engine.ranks.commit.merged import cell_sizes, placed, without_places
 from tieredckpt.engine.ranks.commit.parts import (
@@ -40,8 +40,8 @@ from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.tier.written_packs import WrittenPacks
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import CommitFailed
@@ -310,17 +310,15 @@ class Commits:
             return await in_thread(encode_own, streamed.index, pool=self._state.pool)
         wanted = {digests[start : start + SIZE] for start in range(0, len(digests), SIZE)}
         async with StepSource.open(self._state, step, only=self._home(step, part)) as source:
-            needs: dict[bytes, tuple[str, int]] = {}
-            sizes: dict[bytes, int] = {}
+            needs: dict[bytes, Need] = {}
             for key, array in source.index.arrays.items():
                 for ordinal, chunk in enumerate(array.chunks):
                     if chunk.digest in wanted and isinstance(chunk.where, Extent):
-                        needs[chunk.digest] = (key, ordinal)
-                        sizes[chunk.digest] = array.grid.cell_nbytes
+                        needs[chunk.digest] = Need(chunk.digest, key, ordinal, array.grid.cell_nbytes)
             if lacking := wanted - needs.keys():
                 raise NotFound(f"{step}: {len(lacking)} chunks of the part of rank {part} are not in RAM any more")
             if needs:
-                async with aclosing(batches(self._state, source, tier, needs, sizes)) as sealed:
+                async with aclosing(batches(self._state, source, tier, [*needs.values()])) as sealed:
                     await write_packs(tier, sealed, written)
             return await in_thread(encode_written, source.index, written.extents, pool=self._state.pool)
 

@@ -12,8 +12,7 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.opening.ram import is_of_a_copy
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into, near
-from tieredckpt.engine.state.merged_ram import MergedRam
-from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.state import MergedRam, State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.errors import Conflict, Corrupt, NotFound

@@ -10,7 +10,7 @@ import pytest
 from reliability.ranks import InProcess, World
 from support.limits import limit
 
-from tieredckpt.engine.ranks.restore.message_bulk import MessageBulk
+from tieredckpt.engine.ranks.restore.peers import MessageBulk
 from tieredckpt.errors import RanksUnavailable
 
 SOON = 20.0
