@@ -23,11 +23,12 @@ from tieredckpt.concurrency import outlast
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
-__all__ = ["Client", "Denied", "NoRanges", "Range"]
+__all__ = ["LISTED_AT_ONCE", "Client", "Denied", "NoRanges", "Range"]
 
 _UNLIMITED = timedelta(days=365)
 
-_LISTED_AT_ONCE = 1000
+LISTED_AT_ONCE = 1000
+"""Objects of a page of a listing; the last one has fewer."""
 
 _STREAMED_PART, _STREAMED_PARTS = 16 << 20, 4
 """Bytes of a part of an object that is streamed, and how many are sent at a time: they are in memory meanwhile. S3
@@ -157,10 +158,14 @@ class Client:
         with self._errors(key, "looked at"):
             return _info(await obstore.head_async(self._store, key))
 
-    async def list(self, prefix: str) -> AsyncGenerator[list[BlobInfo]]:
-        """Everything below a folder, in the lists that the server sends."""
+    async def list(self, prefix: str, *, after: str = "") -> AsyncGenerator[list[BlobInfo]]:
+        """Everything below a folder whose key is greater than ``after``, in pages; of a large one by several requests.
+
+        ``after`` is for servers that list keys in order.
+        """
+        folder = prefix.rstrip("/") or None
         with self._errors(prefix, "listed"):
-            async for found in obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=_LISTED_AT_ONCE):
+            async for found in obstore.list(self._store, folder, offset=after or None, chunk_size=LISTED_AT_ONCE):
                 yield [_info(each) for each in found]
 
     async def delete(self, key: str) -> None:
