@@ -19,7 +19,7 @@ from tieredckpt.blobs.base import (
     check_stretches,
     is_key,
 )
-from tieredckpt.blobs.object.client import Client, Range
+from tieredckpt.blobs.object.client import LISTED_AT_ONCE, Client, Range
 from tieredckpt.blobs.object.landing import Landing
 from tieredckpt.blobs.object.throttle import SlowDown, Throttle
 from tieredckpt.concurrency import in_thread, outlast
@@ -145,6 +145,14 @@ class ObjectStore:
                     for info in page:
                         if is_key(info.key):
                             yield info
+
+    async def list_at_once(self, prefix: str) -> Sequence[BlobInfo] | None:
+        self._check_open()
+        check_prefix(prefix)
+        with self._in_use():
+            async with contextlib.aclosing(_Pages(self._client, prefix)) as pages:
+                page = await self._throttle(pages.following)
+        return None if len(page) >= LISTED_AT_ONCE else [info for info in page if is_key(info.key)]
 
     async def delete(self, key: str) -> None:
         self._check(key)

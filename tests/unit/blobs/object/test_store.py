@@ -20,7 +20,7 @@ from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late,
 from support.scenes import config, ram, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.base import BlobInfo, BlobStore, Stretch, Survives, Unanswered
+from tieredckpt.blobs.base import BlobInfo, BlobStore, ListAtOnce, Stretch, Survives, Unanswered
 from tieredckpt.blobs.object.client import Client
 from tieredckpt.blobs.object.kind import S3
 from tieredckpt.blobs.object.store import ObjectStore
@@ -322,6 +322,10 @@ async def test_a_listing_of_several_pages_is_complete_also_where_the_server_want
     found = [info.key async for info in store.list("packs/")]
     assert sorted(found) == sorted(names)  # none of them twice
     assert between.count == {"LIST": 4}  # the first page is not asked for again
+    between.restart_count()
+    assert isinstance(store, ListAtOnce)
+    assert await store.list_at_once("packs/") is None
+    assert between.count == {"LIST": 1}
 
 
 async def test_a_listing_in_no_order_is_not_resumed_behind_what_it_did_not_tell() -> None:
