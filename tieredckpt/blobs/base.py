@@ -44,6 +44,7 @@ __all__ = [
     "Get",
     "GetDigested",
     "List",
+    "ListAtOnce",
     "Outgrown",
     "Put",
     "PutStream",
@@ -232,6 +233,15 @@ class PutStream(Protocol):
 
         Raises as `Put.put`.
         """
+        ...
+
+
+@runtime_checkable
+class ListAtOnce(Protocol):
+    """An ability of some stores whose requests cost more than what they list."""
+
+    async def list_at_once(self, prefix: str) -> Sequence[BlobInfo] | None:
+        """As `List.list`, by one request; None where there are more objects than one request lists."""
         ...
 
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import obstore
@@ -22,11 +23,12 @@ from tieredckpt.concurrency import outlast
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
-__all__ = ["Client", "Denied", "NoRanges", "Range"]
+__all__ = ["LISTED_AT_ONCE", "Client", "Denied", "NoRanges", "Range"]
 
 _UNLIMITED = timedelta(days=365)
 
-_LISTED_AT_ONCE = 1000
+LISTED_AT_ONCE = 1000
+"""Objects of a page of a listing; the last one has fewer."""
 
 _STREAMED_PART, _STREAMED_PARTS = 16 << 20, 4
 """Bytes of a part of an object that is streamed, and how many are sent at a time: they are in memory meanwhile. S3
@@ -78,8 +80,9 @@ class Client:
         self._name, self.location = tier.name, tier.location
         self._secrets = _secrets(tier)
         try:
-            self._store = _opened(tier, _REPEATS_NOTHING)
-            self._streams = _opened(tier, _repeats_parts(tier))
+            opened = _MAKERS[type(tier)](tier, tier.service or "")
+            self._store = opened(**_options(tier, _REPEATS_NOTHING))
+            self._streams = opened(**_options(tier, _repeats_parts(tier)))
         except Invalid:
             raise
         except (exceptions.BaseError, ValueError, TypeError) as error:
@@ -155,10 +158,14 @@ class Client:
         with self._errors(key, "looked at"):
             return _info(await obstore.head_async(self._store, key))
 
-    async def list(self, prefix: str) -> AsyncGenerator[list[BlobInfo]]:
-        """Everything below a folder, in the lists that the server sends."""
+    async def list(self, prefix: str, *, after: str = "") -> AsyncGenerator[list[BlobInfo]]:
+        """Everything below a folder whose key is greater than ``after``, in pages; of a large one by several requests.
+
+        ``after`` is for servers that list keys in order.
+        """
+        folder = prefix.rstrip("/") or None
         with self._errors(prefix, "listed"):
-            async for found in obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=_LISTED_AT_ONCE):
+            async for found in obstore.list(self._store, folder, offset=after or None, chunk_size=LISTED_AT_ONCE):
                 yield [_info(each) for each in found]
 
     async def delete(self, key: str) -> None:
@@ -260,21 +267,19 @@ def _repeats_parts(tier: ObjectTier) -> _Repeats:
     )
 
 
-def _opened(tier: ObjectTier, repeats: _Repeats) -> Any:
-    endpoint = tier.service or ""
-    common: dict[str, Any] = {
+def _options(tier: ObjectTier, repeats: _Repeats) -> dict[str, Any]:
+    return {
         "prefix": tier.prefix or None,
         "client_options": {
             "timeout": repeats.timeout,
             "connect_timeout": timedelta(seconds=tier.deadline),
-            "allow_http": endpoint.startswith("http://"),
+            "allow_http": (tier.service or "").startswith("http://"),
         },
         "retry_config": repeats.retry,
     }
-    return _MAKERS[type(tier)](tier, endpoint, common)
 
 
-def _s3(tier: S3Tier, endpoint: str, common: dict[str, Any]) -> Any:
+def _s3(tier: S3Tier, endpoint: str) -> Callable[..., Any]:
     unsigned = not endpoint.startswith("http://") if tier.unsigned_payload is None else tier.unsigned_payload
     settings = {
         "endpoint": endpoint or None,
@@ -283,38 +288,45 @@ def _s3(tier: S3Tier, endpoint: str, common: dict[str, Any]) -> Any:
         "secret_access_key": _told(tier.secret_access_key),
         "session_token": _told(tier.session_token),
     }
+    credentials: dict[str, Any] = {}
     profile = tier.profile
     if profile is None and tier.access_key_id is None:
         profile = aws_profile.to_be_read()
     if profile is not None:
         told_by = "the environment or a file of AWS" if tier.profile is None else "`profile`"
-        common["credential_provider"] = aws_profile.provider(tier.name, profile, told_by)
+        credentials["credential_provider"] = aws_profile.provider(tier.name, profile, told_by)
         # The profile's own, which the provider brings, comes last.
         settings["region"] = tier.region or os.environ.get("AWS_REGION")
     # One DELETE for one object: not every server takes the request for many.
-    return store.S3Store(tier.bucket, unsigned_payload=unsigned, disable_bulk_delete=True, **_given(settings), **common)
+    fixed = {"unsigned_payload": unsigned, "disable_bulk_delete": True}
+    return partial(store.S3Store, tier.bucket, **fixed, **_given(settings), **credentials)
 
 
-def _gcs(tier: GcsTier, endpoint: str, common: dict[str, Any]) -> Any:
+def _gcs(tier: GcsTier, endpoint: str) -> Callable[..., Any]:
     settings = {
         "base_url": endpoint or None,
         "service_account": None if tier.credentials is None else str(tier.credentials),
         "service_account_key": _told(tier.service_account_key),
     }
-    return store.GCSStore(tier.bucket, **_given(settings), **common)
+    return partial(store.GCSStore, tier.bucket, **_given(settings))
 
 
-def _azure(tier: AzureTier, endpoint: str, common: dict[str, Any]) -> Any:
+def _azure(tier: AzureTier, endpoint: str) -> Callable[..., Any]:
     settings = {
         "endpoint": endpoint or None,
         "account_name": tier.account,
         "account_key": _told(tier.account_key),
         "sas_key": _told(tier.sas_token),
     }
-    return store.AzureStore(tier.bucket, **_given(settings), **common)
+    return partial(store.AzureStore, tier.bucket, **_given(settings))
 
 
-_MAKERS: Mapping[type[ObjectTier], Callable[..., Any]] = {S3Tier: _s3, GcsTier: _gcs, AzureTier: _azure}
+_MAKERS: Mapping[type[ObjectTier], Callable[..., Callable[..., Any]]] = {
+    S3Tier: _s3,
+    GcsTier: _gcs,
+    AzureTier: _azure,
+}
+"""What makes a store of each kind, with the credentials, which are looked for once."""
 
 
 def _secrets(tier: ObjectTier) -> tuple[str, ...]:

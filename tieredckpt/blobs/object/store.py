@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,9 +19,9 @@ from tieredckpt.blobs.base import (
     check_stretches,
     is_key,
 )
-from tieredckpt.blobs.object.client import Client, Range
+from tieredckpt.blobs.object.client import LISTED_AT_ONCE, Client, Range
 from tieredckpt.blobs.object.landing import Landing
-from tieredckpt.blobs.object.throttle import Throttle
+from tieredckpt.blobs.object.throttle import SlowDown, Throttle
 from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.errors import Closed, Corrupt, Invalid, ShortRead, TierUnavailable
 
@@ -140,13 +140,19 @@ class ObjectStore:
         self._check_open()
         check_prefix(prefix)
         with self._in_use():
-            page, pages = await self._throttle(lambda: self._first_page(prefix))
-            async with contextlib.aclosing(pages):
-                while page is not None:
+            async with contextlib.aclosing(_Pages(self._client, prefix)) as pages:
+                while page := await self._throttle(pages.following):
                     for info in page:
                         if is_key(info.key):
                             yield info
-                    page = await anext(pages, None)  # a server that wants fewer requests ends the listing here
+
+    async def list_at_once(self, prefix: str) -> Sequence[BlobInfo] | None:
+        self._check_open()
+        check_prefix(prefix)
+        with self._in_use():
+            async with contextlib.aclosing(_Pages(self._client, prefix)) as pages:
+                page = await self._throttle(pages.following)
+        return None if len(page) >= LISTED_AT_ONCE else [info for info in page if is_key(info.key)]
 
     async def delete(self, key: str) -> None:
         self._check(key)
@@ -182,10 +188,6 @@ class ObjectStore:
         if self._closed and not self._active:
             self._copiers.shutdown(wait=False)
 
-    async def _first_page(self, prefix: str) -> tuple[Sequence[BlobInfo] | None, AsyncGenerator[Sequence[BlobInfo]]]:
-        pages = self._client.list(prefix)
-        return await anext(pages, None), pages
-
     async def _land_range(self, key: str, stretches: Sequence[Stretch], landing: Landing) -> None:
         start, end = stretches[0].offset, stretches[-1].offset + stretches[-1].nbytes
         arriving, size = await self._throttle(lambda: self._client.get(key, start, end, piece=_PIECE))
@@ -210,6 +212,34 @@ class ObjectStore:
                 await outlast(coming)
         if landed != arriving.end:
             raise TierUnavailable(f"{self._at(key)}: {landed - arriving.start} bytes came of those announced")
+
+
+class _Pages:
+    """A listing, page by page. One that met `SlowDown` goes on behind the pages that came."""
+
+    def __init__(self, client: Client, prefix: str) -> None:
+        self._client, self._prefix = client, prefix
+        self._pages = client.list(prefix)
+        self._last = ""
+        """The greatest key so far, if they come in order."""
+        self._ordered = True
+
+    async def following(self) -> Sequence[BlobInfo]:
+        """The next page, empty at the end. Raises `SlowDown`, and may be called again then."""
+        try:
+            page: Sequence[BlobInfo] = await anext(self._pages, [])
+        except SlowDown as error:
+            if not self._ordered:
+                raise TierUnavailable(f"{error}; its listings are in no order, and cannot go on") from error
+            self._pages = self._client.list(self._prefix, after=self._last)
+            raise
+        keys = [self._last, *(info.key for info in page)]
+        self._ordered = self._ordered and keys == sorted(keys)
+        self._last = keys[-1]
+        return page
+
+    async def aclose(self) -> None:
+        await self._pages.aclose()
 
 
 async def _ended(request: Coroutine[Any, Any, None], small: bool) -> None:

@@ -37,6 +37,10 @@ class Below(Forward):
         async for info in super().list(self._folder + prefix):
             yield self._without(info)
 
+    async def list_at_once(self, prefix: str) -> Sequence[BlobInfo] | None:
+        found = await super().list_at_once(self._folder + prefix)
+        return None if found is None else [self._without(info) for info in found]
+
     async def delete(self, key: str) -> None:
         await super().delete(self._folder + key)
 

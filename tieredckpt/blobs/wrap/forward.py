@@ -7,7 +7,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, Free, GetDigested, Stretch, Sweep, Traits, span
+from tieredckpt.blobs.base import (
+    BlobInfo,
+    BlobStore,
+    Buffer,
+    Free,
+    GetDigested,
+    ListAtOnce,
+    Stretch,
+    Sweep,
+    Traits,
+    span,
+)
 
 __all__ = ["Forward", "Operation"]
 
@@ -102,6 +113,13 @@ class Forward:
         while found := await self.around(operation, following):
             for info in found:
                 yield info
+
+    async def list_at_once(self, prefix: str) -> Sequence[BlobInfo] | None:
+        """See `tieredckpt.blobs.base.ListAtOnce`; None where the inner store lacks the ability."""
+        inner = self._inner
+        if not isinstance(inner, ListAtOnce):
+            return None
+        return await self.around(Operation("list", prefix, 0), lambda: inner.list_at_once(prefix))
 
     async def delete(self, key: str) -> None:
         await self.around(Operation("delete", key, 0), lambda: self._inner.delete(key))

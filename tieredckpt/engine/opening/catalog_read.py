@@ -51,9 +51,9 @@ def stamp_of(btree: str, files: Mapping[str, BlobInfo]) -> Stamp | None:
     return Stamp(manifest.size, manifest.modified, btree, nodes.size, nodes.modified)
 
 
-async def read_catalogs(tier: Tier, store: str) -> list[tuple[str, Catalog]]:
-    """The catalogs that can be read, by file. Raises `TierUnavailable` when they cannot be listed."""
-    infos = [info async for info in tier.store.list(layout.CATALOGS) if layout.parse_catalog_key(info.key) is not None]
+async def read_catalogs(tier: Tier, store: str, listed: Iterable[BlobInfo]) -> list[tuple[str, Catalog]]:
+    """The catalogs that can be read, by file; ``listed`` is what lies in their folder."""
+    infos = [info for info in listed if layout.parse_catalog_key(info.key) is not None]
     # Until they are believed they vouch for nothing, and go with the next write.
     tier.steps.catalogued.files.update({info.key: CatalogFile(info.size) for info in infos})
     found: list[tuple[str, Catalog]] = []

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
-from tieredckpt.blobs.base import BlobStore
+from tieredckpt.blobs.base import BlobInfo, BlobStore
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Pace, Paced, Retrying
 from tieredckpt.concurrency import whole
@@ -133,9 +133,10 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
                 f"{known.store}); point the tier to a folder of its own"
             )
     writes = not state.read_only and state.manages(tier)
+    listed: Sequence[BlobInfo] | None = None
     if writes and not tier.in_memory and tier.lease is None:
         lease = Lease(tier.store, tier.name, state.config.lease_ttl)
-        await lease.acquire()
+        listed = await lease.acquire()
         tier.lease = lease
     elif tier.lease is not None:
         await tier.lease.renew()
@@ -143,7 +144,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
     async with tier.packs.guard:  # a collector that saw half of a scan would take the packs of the rest for dead
         known = (None if lacks_marker else marker) or state.identity.marker
         # Without a marker it has no catalogs; without its own, the footers tell its version, which catalogs do not.
-        await scan_tier(tier, marker.store if marker is not None and not damaged else None)
+        await scan_tier(tier, marker.store if marker is not None and not damaged else None, listed)
         if state.membership.size > 1 and not tier.shared:
             tier.steps.set_apart()
         if known is not None and writes and (lacks_marker or known.format_version < tier.format_version):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,27 +36,32 @@ _LARGE_INDEX = 32 << 20
 """Bytes of an index of which not many are read at a time: they pass through memory whole."""
 
 
-async def scan_tier(tier: Tier, store: str | None = None) -> None:
+async def scan_tier(tier: Tier, store: str | None = None, listed: Sequence[BlobInfo] | None = None) -> None:
     """Scan the whole content of ``tier``. Raises as its blob store does.
 
     What its catalogs have, and its listing confirms, is not read, but for the newest step: a restore takes that, and
-    takes the one before it if it turns out that it cannot be read. ``store`` is whose catalogs are believed.
+    takes the one before it if it turns out that it cannot be read.
+
+    Args:
+        tier: to be scanned.
+        store: whose catalogs are believed.
+        listed: all that the tier holds now; None to list it.
     """
     tier.clear()
     tier.steps.scanning = True
     try:
-        await _scan(tier, store)
+        await _scan(tier, store, listed)
     finally:
         tier.steps.scanning = False
 
 
-async def _scan(tier: Tier, store: str | None) -> None:
-    folders = await _list_steps(tier)
+async def _scan(tier: Tier, store: str | None, listed: Sequence[BlobInfo] | None) -> None:
+    folders = await _list_steps(tier, listed)
     catalogs = []
     if (ram := tier.ram) is None:
-        await _list_packs(tier)
+        await _list_packs(tier, listed)
         if store is not None:
-            catalogs = await read_catalogs(tier, store)
+            catalogs = await read_catalogs(tier, store, await _in_folder(tier, layout.CATALOGS, listed))
     footers, records = believed(tier, catalogs, folders)
     unread = sorted(step for step, files in folders.items() if layout.MANIFEST in files and step not in records)
     read = partial(_find_step, tier, folders)
@@ -80,10 +85,16 @@ async def _scan(tier: Tier, store: str | None) -> None:
         await _remove_strays(tier)
 
 
-async def _list_steps(tier: Tier) -> dict[StepId, dict[str, BlobInfo]]:
+async def _in_folder(tier: Tier, folder: str, listed: Sequence[BlobInfo] | None) -> list[BlobInfo]:
+    if listed is None:
+        return [info async for info in tier.store.list(folder)]
+    return [info for info in listed if info.key.startswith(folder)]
+
+
+async def _list_steps(tier: Tier, listed: Sequence[BlobInfo] | None = None) -> dict[StepId, dict[str, BlobInfo]]:
     """The files of each step's folder, by name."""
     found: dict[str, dict[str, BlobInfo]] = {}
-    async for info in tier.store.list(layout.STEPS):
+    for info in await _in_folder(tier, layout.STEPS, listed):
         folder, _, name = info.key.rpartition("/")
         found.setdefault(folder, {})[name] = info
     steps: dict[StepId, dict[str, BlobInfo]] = {}
@@ -163,9 +174,9 @@ def _is_known(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> bool:
     return stamp_of(held.btree_key.rpartition("/")[2], files) == tier.steps.catalogued.stamps.get(step)
 
 
-async def _list_packs(tier: Tier) -> None:
+async def _list_packs(tier: Tier, listed: Sequence[BlobInfo] | None) -> None:
     now = time.time()
-    async for info in tier.store.list(layout.PACKS):
+    for info in await _in_folder(tier, layout.PACKS, listed):
         if layout.parse_pack_key(info.key) is not None:
             tier.packs.sizes[info.key] = info.size
             tier.packs.orphans[info.key] = info.modified or now

@@ -13,13 +13,14 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from tieredckpt._decoders import json_decoder
-from tieredckpt.blobs.base import BlobInfo, BlobStore
+from tieredckpt.blobs.base import BlobInfo, BlobStore, ListAtOnce
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.concurrency import whole
 from tieredckpt.errors import Conflict, Corrupt, NotFound
@@ -99,14 +100,21 @@ class Lease:
         self.stale_holders: list[Holder] = []
         """Holders that died with their lease, found here."""
 
-    async def acquire(self) -> None:
-        """Take the lease. Raises `Conflict` naming the holder when a live one is there."""
+    async def acquire(self) -> Sequence[BlobInfo] | None:
+        """Take the lease. Raises `Conflict` naming the holder when a live one is there.
+
+        Returns all that the tier holds now, where one request has told it beside the leases; else None.
+        """
         _of_this_process.add(self._key)
         try:
             for found in await self._others():
                 raise self._conflict(found)
             await self._write()
-            await self._give_way()
+            everything = None
+            if self.store.traits.remote and isinstance(self.store, ListAtOnce):
+                everything = await self.store.list_at_once("")
+            await self._give_way(everything)
+            return everything
         except BaseException:
             await whole(self.release())
             raise
@@ -129,11 +137,14 @@ class Lease:
         holder = await asyncio.to_thread(_this_process, self._taken_at)
         await self.store.put(self._key, [msgspec.json.encode(holder)])
 
-    async def _others(self) -> list[tuple[Holder, str]]:
-        """The other live holders of leases, with the keys of these; removes stale leases."""
+    async def _others(self, listed: Iterable[BlobInfo] | None = None) -> list[tuple[Holder, str]]:
+        """The other live holders of leases, with the keys of these; removes stale leases.
+
+        ``listed`` is what the tier holds; None to list its leases.
+        """
         found = []
-        async for info in self.store.list(layout.LEASES):
-            if info.key == self._key:
+        for info in [info async for info in self.store.list(layout.LEASES)] if listed is None else listed:
+            if info.key == self._key or not info.key.startswith(layout.LEASES):
                 continue
             holder = await self._read(info.key)
             if holder is None:
@@ -182,9 +193,9 @@ class Lease:
                 return holder
         return None
 
-    async def _give_way(self) -> None:
+    async def _give_way(self, listed: Iterable[BlobInfo] | None = None) -> None:
         """Refuse to hold the lease beside a writer that took it earlier: of several at the same moment one remains."""
-        for holder, key in await self._others():
+        for holder, key in await self._others(listed):
             if (holder.taken_at, key) < (self._taken_at, self._key):
                 raise self._conflict((holder, key))
 

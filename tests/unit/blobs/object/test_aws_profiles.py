@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.object_stores import Place
@@ -40,9 +41,20 @@ async def used(place: Place, between: Proxy, **settings: str) -> None:
 
 
 @pytest.mark.usefixtures("no_signature")
-async def test_a_profile_gives_credentials_by_boto3(s3_place: Place, between: Proxy, files: Path) -> None:
+async def test_a_profile_gives_credentials_by_boto3_which_is_asked_once(
+    s3_place: Place, between: Proxy, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (files / "credentials").write_text(f"[mine]\n{KEYS}")
+    profiles = []
+    provider = aws_profile.provider
+
+    def asked(*told: str) -> Any:
+        profiles.append(told[1])
+        return provider(*told)
+
+    monkeypatch.setattr(aws_profile, "provider", asked)
     await used(s3_place, between, profile="mine")
+    assert profiles == ["mine"]  # once: each would ask single sign-on, or the program, by itself
     with pytest.raises(Invalid, match="the profile 'yours' gives no credentials"):
         await used(s3_place, between, profile="yours")
 

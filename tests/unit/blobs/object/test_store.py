@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late,
 from support.scenes import config, ram, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.base import BlobStore, Stretch, Unanswered
+from tieredckpt.blobs.base import BlobInfo, BlobStore, ListAtOnce, Stretch, Survives, Unanswered
 from tieredckpt.blobs.object.client import Client
 from tieredckpt.blobs.object.kind import S3
+from tieredckpt.blobs.object.store import ObjectStore
+from tieredckpt.blobs.object.throttle import SlowDown
 from tieredckpt.blobs.wrap import Deadline, Retrying
 from tieredckpt.config.object_tiers import S3Tier
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TierUnavailable
@@ -305,13 +307,40 @@ async def test_a_server_that_answers_ranges_with_the_whole_is_told_by_readers_to
         await store.get_into("a", 10, memoryview(bytearray(10)))
 
 
-async def test_a_listing_of_several_pages_is_complete(store: BlobStore, between: Proxy, s3_place: Place) -> None:
+async def test_a_listing_of_several_pages_is_complete_also_where_the_server_wants_fewer_requests(
+    store: BlobStore, between: Proxy
+) -> None:
     names = {f"packs/{number:04}" for number in range(1003)}
     for some in [sorted(names)[at : at + 50] for at in range(0, len(names), 50)]:
         await asyncio.gather(*(store.put(name, [b""]) for name in some))
     between.restart_count()
     assert {info.key async for info in store.list("packs/")} == names
     assert between.count == {"LIST": 2}
+    between.fail("LIST", slow_down, key="continuation-token")
+    between.fail("LIST", slow_down, key="start-after")
+    between.restart_count()
+    found = [info.key async for info in store.list("packs/")]
+    assert sorted(found) == sorted(names)  # none of them twice
+    assert between.count == {"LIST": 4}  # the first page is not asked for again
+    between.restart_count()
+    assert isinstance(store, ListAtOnce)
+    assert await store.list_at_once("packs/") is None
+    assert between.count == {"LIST": 1}
+
+
+async def test_a_listing_in_no_order_is_not_resumed_behind_what_it_did_not_tell() -> None:
+    class Unordered(Client):
+        def __init__(self) -> None:
+            self.location = "s3://bucket"
+
+        async def list(self, prefix: str, *, after: str = "") -> AsyncGenerator[list[BlobInfo]]:
+            yield [BlobInfo(key, 1, 0.0) for key in "bca"]
+            raise SlowDown("fewer requests")
+
+    store = ObjectStore(Unordered(), create_only=False, survives=Survives.SITE, object_size=5 * MIB, concurrency=1)
+    with pytest.raises(TierUnavailable, match="in no order"):
+        [info async for info in store.list("")]
+    await store.close()
 
 
 FORKING = """
