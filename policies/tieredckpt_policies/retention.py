@@ -23,6 +23,7 @@ class All(Retention):
     """Every step stays, off-branch ones included."""
 
     kind: Literal["all"] = "all"
+    retains_all = True
 
     def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
         return store.serials_on(tier.name)

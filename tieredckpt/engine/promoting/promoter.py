@@ -77,8 +77,7 @@ class Promoter:
             return None
         view = state.view(at_rest=at_rest)
         here = self.tier.steps
-        waiting = {step for nearer in state.tiers[: self.tier.index] for step in nearer.steps.held}
-        waiting = (waiting | here.damaged.keys()) - here.held.keys() - self.stuck.keys()
+        waiting = {*state.waiting(self.tier), *here.damaged} - here.held.keys() - self.stuck.keys()
         return next((step for step in sorted(waiting, reverse=True) if is_due(state, step, self.tier, view)), None)
 
     async def rest(self) -> None:

@@ -102,7 +102,12 @@ class State:
 
     def records(self) -> dict[StepId, StepRecord]:
         """Every step that some tier holds, by age; not to be changed. From any thread."""
-        return self._step_table.call(self.branch.line).records
+        return self._step_table.records(self.branch.line)
+
+    def waiting(self, tier: Tier) -> list[StepId]:
+        """The steps of the branch that a nearer tier holds and ``tier`` does not, by age."""
+        steps = self._step_table.views(self.branch.line).waiting(tier.name)
+        return [StepId(step.serial, step.step) for step in steps]
 
     def holders(self, step: StepId) -> list[Tier]:
         """The tiers that hold a step as it was saved, nearest first, those that fail, or do not answer, last."""
@@ -219,7 +224,7 @@ class State:
 
         With ``at_rest``, as it would be if no promotion were under way.
         """
-        steps = self._step_table.call(self.branch.line).views
+        steps = self._step_table.views(self.branch.line)
         if and_on is not None:
             steps = views.with_copy(steps, *and_on, self.tiers)
         tiers = tuple(self.tier_view(tier, at_rest=at_rest) for tier in self.tiers)
