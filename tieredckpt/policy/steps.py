@@ -70,23 +70,23 @@ class ByAge(Sequence[StepView]):
             return ByAge(tuple(steps[i : i + _BLOCK]) for i in range(0, len(steps), _BLOCK))
         blocks = list(self._blocks)
         for age, step in changes.items():
-            at = max(0, _block_of(blocks, age))
+            at = _block_of(blocks, age)
             block, end = blocks[at] if blocks else (), at + 1
-            place = bisect_left(block, age, key=_age)
-            replaced = place < len(block) and _age(block[place]) == age
-            block = (*block[:place], *(() if step is None else (step,)), *block[place + replaced :])
+            place, there = _place_of(block, age)
+            block = block[:place] + (() if step is None else (step,)) + block[place + there :]
             if len(block) < _BLOCK // 4 and end < len(blocks):  # else deletions would leave many small ones
                 block, end = block + blocks[end], end + 1
-            half = len(block) // 2 if len(block) > _BLOCK else len(block)
-            blocks[at:end] = filter(None, (block[:half], block[half:]))
+            half = len(block) // 2
+            blocks[at:end] = [block[:half], block[half:]] if len(block) > _BLOCK else [block] if block else []
         return ByAge(blocks)
 
     def find(self, age: Age) -> StepView | None:
         """The step of that age; None if it is not there."""
-        at = _block_of(self._blocks, age)
-        block = self._blocks[at] if at >= 0 else ()
-        place = bisect_left(block, age, key=_age)
-        return block[place] if place < len(block) and _age(block[place]) == age else None
+        if not self._blocks:
+            return None
+        block = self._blocks[_block_of(self._blocks, age)]
+        place, there = _place_of(block, age)
+        return block[place] if there else None
 
     def _up_to(self) -> list[int]:
         if self._ends is None:
@@ -117,8 +117,19 @@ class ByAge(Sequence[StepView]):
 
 
 def _block_of(blocks: Sequence[tuple[StepView, ...]], age: Age) -> int:
-    """The place of the last block that begins at that age or before it, -1 if none does."""
-    return bisect_right(blocks, age, key=lambda block: _age(block[0])) - 1
+    """The place of the block where a step of that age is, or would come."""
+    if len(blocks) < 2:
+        return 0
+    return max(0, bisect_right(blocks, age, key=lambda block: _age(block[0])) - 1)
+
+
+def _place_of(block: tuple[StepView, ...], age: Age) -> tuple[int, bool]:
+    """The place of a step in its block, and whether it is there; looks at the newest first, which changes most."""
+    newest = _age(block[-1]) if block else (-1, -1)
+    if newest <= age:
+        return len(block) - (newest == age), newest == age
+    place = bisect_left(block, age, key=_age)
+    return place, _age(block[place]) == age
 
 
 _NONE = ByAge()

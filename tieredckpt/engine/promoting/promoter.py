@@ -77,7 +77,7 @@ class Promoter:
             return None
         view = state.view(at_rest=at_rest)
         here = self.tier.steps
-        waiting = {*state.waiting(self.tier), *here.damaged} - here.held.keys() - self.stuck.keys()
+        waiting = {*state.waiting(self.tier), *here.damaged} - self.stuck.keys()
         return next((step for step in sorted(waiting, reverse=True) if is_due(state, step, self.tier, view)), None)
 
     async def rest(self) -> None:
