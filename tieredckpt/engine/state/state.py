@@ -70,11 +70,10 @@ class State:
     """How many restores have filled arrays of the program; a save before such a restore saw other values in them."""
     derivations: tuple[State, ...] = ()
     """The state of the derived steps of each tier with lossy rules, nearest first."""
-    ram_gate: RamGate = field(init=False)
+    ram_gate: RamGate = field(init=False, default_factory=RamGate)
     _step_table: StepTable = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ram_gate = RamGate(self.changed)
         self._step_table = StepTable(self.tiers, views.step_view)
 
     # -- derived steps ------------------------------------------------------------------------------------

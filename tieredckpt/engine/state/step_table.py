@@ -44,20 +44,16 @@ class StepTable:
 
     def views(self, line: Line) -> Listing:
         """Views of the steps that there are now, all of age 0, when this is the branch."""
-        return self._renewed(line)._views
+        return self._renewed(line)[0]
 
     def records(self, line: Line) -> dict[StepId, StepRecord]:
         """The records of the same steps, by age; never changed."""
-        return self._renewed(line, records=True)._records
+        return self._renewed(line, records=True)[1]
 
-    def _renewed(self, line: Line, *, records: bool = False) -> StepTable:
-        """This table as of now, or another while another call is renewing this one."""
+    def _renewed(self, line: Line, *, records: bool = False) -> tuple[Listing, dict[StepId, StepRecord]]:
+        """What this table has as of now, the records only if they are asked for."""
         if not self._guards_table.acquire(blocking=False):
-            fresh = StepTable(self._tiers, self._describe)  # it hears no news, which would pile up
-            fresh._line = line
-            fresh._renew(fresh._all())
-            fresh._record()
-            return fresh
+            return self._anew(line)
         try:
             changed = self._all() if self._torn else set()
             self._torn = True
@@ -70,9 +66,17 @@ class StepTable:
             if records and self._not_recorded:
                 self._record()
             self._torn = False
-            return self
+            return self._views, self._records
         finally:
             self._guards_table.release()
+
+    def _anew(self, line: Line) -> tuple[Listing, dict[StepId, StepRecord]]:
+        """The same, found out from the tiers alone, while another call is renewing what is known."""
+        fresh = StepTable(self._tiers, self._describe)  # which hears no news: they would pile up
+        fresh._line = line
+        fresh._renew(fresh._all())
+        fresh._record()
+        return fresh._views, fresh._records
 
     def _all(self) -> set[StepId]:
         """Every step that there is, or was when this was renewed last."""
