@@ -66,10 +66,10 @@ class Every(Promotion):
     interval: Annotated[Duration, Field(gt=0)]
 
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
-        there = [held for held in store.line_on(tier.name) if held.serial != step.serial]
-        if not there:
+        there = reversed(store.line_on(tier.name))
+        newest = next((held for held in there if held.serial != step.serial), None)
+        if newest is None:
             return True
-        newest = there[-1]
         return step.serial > newest.serial and step.saved_at - newest.saved_at >= self.interval
 
 

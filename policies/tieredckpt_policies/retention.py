@@ -23,6 +23,7 @@ class All(Retention):
     """Every step stays, off-branch ones included."""
 
     kind: Literal["all"] = "all"
+    retains_all = True
 
     def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
         return store.serials_on(tier.name)
@@ -112,7 +113,7 @@ class DenseThenSparse(Retention):
         return self
 
     def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
-        line = store.line_on(tier.name)
+        line = tuple(store.line_on(tier.name))  # each view is made once, and looked at several times
         firsts = {band.every: _firsts(line, band.every) for band in self.bands}
         kept = {line[-1].serial} if line else set[int]()
         for step in line:

@@ -25,14 +25,13 @@ class DerivedWorld(World):
         self.own = own
         self.changes = exact.changes
         self.branch, self.observation = exact.branch, exact.observation
-        self._mine = (own,)
 
     def answers_again(self, tier: WorldTier) -> None:
         """As of the world; no training goes on from what lies there."""
         tier.down = False
         tier.steps.held.update(tier.unseen)
         tier.unseen = {}
-        self.look_again()
+        self.touched()
 
 
 def derive(world: World, clock: Callable[[], float], tell: Callable[[Action], None]) -> tuple[DerivedWorld, ...]:

@@ -7,10 +7,9 @@ calls is that of its promoter, collector and writer. Nothing here waits: who dri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tieredckpt.engine.keeping.policies import is_due, leaving, leaving_for, waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
@@ -26,21 +25,12 @@ from tieredckpt.format.structure import DictNode
 from tieredckpt.plan.actions import Action, What
 from tieredckpt.plan.scenario import KINDS, Kind, Scenario
 from tieredckpt.plan.tiers import WorldTier
-from tieredckpt.policy.base import Observed, StepView, StoreView, TierView
-from tieredckpt.policy.views import StepViews
+from tieredckpt.policy.base import Observed, StoreView, TierView
 
 __all__ = ["Changes", "World"]
 
 _NOTHING = DictNode([], [])
 """The structure of every step here."""
-
-
-class _Seen(NamedTuple):
-    """A step as long as it lies where it lies."""
-
-    record: StepRecord
-    view: StepView
-    """As of the time 0: `StepViews` tells the age."""
 
 
 @dataclass(slots=True)
@@ -69,7 +59,7 @@ class World(State):
     ) -> None:
         if tiers is None:
             tiers = tuple(WorldTier(rung, index, scenario) for index, rung in enumerate(scenario.rungs))
-        self.rungs = self._mine = tiers
+        self.rungs = tiers
         self._ahead = 0.0
         """Seconds from the clock to the time of the question that is being asked."""
         # The engine's threads and memory exist only in name: nothing is copied here.
@@ -88,44 +78,20 @@ class World(State):
         self.asked = 0
         """How often a promotion policy was asked about a step."""
         self._tell = tell
-        self._seen: dict[StepId, _Seen] = {}
-        """Every step that some tier holds, by age."""
         self.changes = Changes()
-        self._views: tuple[StepView, ...] | None = None
-        """Those of `_seen`; None when one has changed."""
-        self._kept_steps: tuple[float, StepViews] | None = None
         self._kept_view: tuple[object, StoreView] | None = None
         self._kept_tiers: dict[str, tuple[tuple[int, float | None, bool, bool], TierView]] = {}
 
     # -- what policies see --------------------------------------------------------------------------------
 
-    def records(self) -> dict[StepId, StepRecord]:
-        """As of the engine's state."""
-        return {step: seen.record for step, seen in self._seen.items()}
-
     def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
-        """As of the engine's state, at the time of this world; what did not change since the last one is kept."""
-        now = self.observation.now()
-        which = (now, self.changes.count, at_rest)
-        if and_on is None and self._kept_view is not None and self._kept_view[0] == which:
-            return self._kept_view[1]
-        if self._kept_steps is None or self._kept_steps[0] != now:
-            if self._views is None:
-                self._views = tuple([seen.view for seen in self._seen.values()])
-            self._kept_steps = now, StepViews(self._views, now, {})  # a policy pays for the steps that it looks at
-        steps: Sequence[StepView] = self._kept_steps[1]
+        """As of the engine's state, at the time of this world; the last one is kept until time or world change."""
+        which = (self.observation.now(), self.changes.count, at_rest)
         if and_on is not None:
-            serial, name = and_on[0].serial, and_on[1].name
-            steps = tuple(
-                dataclasses.replace(step, tiers=self._in_order({*step.tiers, name})) if step.serial == serial else step
-                for step in steps
-            )
-        view = StoreView(
-            now=now, steps=steps, tiers=tuple([self.tier_view(tier, at_rest=at_rest) for tier in self.tiers])
-        )
-        if and_on is None:
-            self._kept_view = which, view
-        return view
+            return super().view(and_on=and_on, at_rest=at_rest)
+        if self._kept_view is None or self._kept_view[0] != which:
+            self._kept_view = which, super().view(at_rest=at_rest)
+        return self._kept_view[1]
 
     def tier_view(self, tier: Tier, *, at_rest: bool = False) -> TierView:
         """As of the engine's state."""
@@ -147,37 +113,6 @@ class World(State):
             healthy=tier.healthy,
             promoting=promoting,
         )
-
-    def look(self, step: StepId) -> None:
-        """See where a step lies after it came to a tier or left one."""
-        record = next((tier.steps.held[step].record for tier in self.rungs if step in tier.steps.held), None)
-        if record is None:
-            self._seen.pop(step, None)
-            for tier in self._mine:
-                tier.steps.tombstones.discard(step)
-        else:
-            names = tuple(tier.name for tier in self.rungs if step in tier.steps.held)
-            view = StepView(
-                step.step, step.serial, record.saved_at, 0.0, record.nbytes, {}, names, self.on_line(step.serial)
-            )
-            self._seen[step] = _Seen(record, view)
-        self._kept_steps = self._views = None
-        self.changes.count += 1
-        for derived in self._derived_worlds():
-            derived.look(step)
-
-    def look_again(self) -> None:
-        """See all of it anew: much has changed."""
-        self._seen.clear()
-        self._kept_steps = self._views = None
-        for step in sorted({step for tier in self.rungs for step in tier.steps.held}):
-            self.look(step)
-        self.changes.count += 1
-        for derived in self._derived_worlds():
-            derived.look_again()
-
-    def _in_order(self, names: set[str]) -> tuple[str, ...]:
-        return tuple(tier.name for tier in self.rungs if tier.name in names)
 
     def due(self, step: int, later: float = 0.0) -> bool:
         """Whether the schedule wants a save of the step trained just now, or ``later`` if nothing happens before."""
@@ -279,9 +214,12 @@ class World(State):
         if step not in tier.steps.held or why_not(self, step, tier):
             return False
         del tier.steps.held[step]
-        self.look(step)
-        if step in self._seen:
+        self.touched()
+        if any(step in other.steps.held for other in self.rungs):
             tier.steps.tombstones.add(step)
+        else:
+            for other in self._all_rungs():
+                other.steps.tombstones.discard(step)
         self._happened("evicted", step, tier)
         return True
 
@@ -291,12 +229,11 @@ class World(State):
         """The step to promote next: the newest that is due."""
         if not tier.index or not tier.healthy:
             return None
-        there, gone = tier.steps.held, tier.steps.tombstones
-        nearer = {step for nearer in self.tiers[: tier.index] for step in nearer.steps.held}
-        for step in sorted([step for step in nearer if step not in there and step not in gone], reverse=True):
-            self.asked += 1
-            if is_due(self, step, tier, self.view()):
-                return step
+        for step in reversed(self.waiting(tier)):
+            if step not in tier.steps.tombstones:
+                self.asked += 1
+                if is_due(self, step, tier, self.view()):
+                    return step
         return None
 
     def source(self, step: StepId) -> WorldTier | None:
@@ -305,7 +242,7 @@ class World(State):
 
     def promoted(self, step: StepId, record: StepRecord, tier: WorldTier, bandwidth: float | None) -> None:
         """Commit a promotion."""
-        self._hold(step, record, tier)  # which makes new views
+        self._hold(step, record, tier)
         if bandwidth is not None:
             tier.seen_bandwidth = blend(tier.seen_bandwidth, bandwidth)
         self.observation.observe_promotion(record, tier)
@@ -315,10 +252,10 @@ class World(State):
     def _hold(self, step: StepId, record: StepRecord, tier: WorldTier) -> None:
         tier.steps.held[step] = Held(record, "")
         tier.steps.tombstones.discard(step)
-        self.look(step)
+        self.touched()
 
     def touched(self) -> None:
-        """A tier's health or work changed."""
+        """A step came or went, or a tier's health or work changed."""
         self.changes.count += 1
 
     # -- failures -----------------------------------------------------------------------------------------
@@ -341,7 +278,7 @@ class World(State):
                     if whole is None or self.observation.now() - held.record.saved_at < whole:
                         del tier.steps.held[step]
                 tier.unseen.clear()
-        self.look_again()
+        self.touched()
 
     def reopen(self) -> StepId | None:
         """Begin as the next process does: with what the tiers that answer hold; the step to restore."""
@@ -352,21 +289,20 @@ class World(State):
             if tier.down:
                 tier.unseen |= tier.steps.held
                 tier.steps.held.clear()
-        self.look_again()
-        newest = max(self._seen, default=None)
-        known = (step.serial for tier in self.rungs for step in (*tier.steps.held, *tier.unseen))
-        last_serial = max(known, default=self.branch.last_serial)
-        self.branch = Branch(self._seen[newest].record.line if newest else (), newest, last_serial=last_serial)
+        records = self.records()
+        newest = next(reversed(records), None)
+        known = [*([newest] if newest else []), *(step for tier in self.rungs for step in tier.unseen)]
+        last_serial = max(known).serial if known else self.branch.last_serial
+        self.branch = Branch(records[newest].line if newest else (), newest, last_serial=last_serial)
         for each in self.derivations:
             each.branch = self.branch
         self.observation.observed = Observed(started_at=self.observation.now())
-        self.look_again()
+        self.touched()
         return newest
 
     def restored(self, step: StepId, tier: WorldTier) -> None:
         """Train on from a step that was read from a tier."""
-        self.branch.note(step, self._seen[step].record, named=False, resume=True)
-        self.look_again()
+        self.branch.note(step, tier.steps.held[step].record, named=False, resume=True)
         self._happened("restored", step, tier)
 
     def answers_again(self, tier: WorldTier) -> None:
@@ -377,7 +313,7 @@ class World(State):
         if not self.branch.line and tier.steps.held:
             newest = max(tier.steps.held)
             self.branch.adopt(tier.steps.held[newest].record.line, newest)
-        self.look_again()
+        self.touched()
 
     def _derived_worlds(self) -> list[World]:
         """Those of the tiers of lossy copies, which see the exact steps as well."""

@@ -112,6 +112,8 @@ class Retention(Policy):
 
     question = "retention"
     answer = "retains"
+    retains_all: ClassVar[bool] = False
+    """Whether every step stays, off-branch ones included: nobody asks which then, for the answer grows with them."""
 
     def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
         """Serials of the steps that must stay on ``tier``; the others may leave it."""

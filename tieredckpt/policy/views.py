@@ -1,108 +1,14 @@
-"""The frozen views that policies see: steps, tiers, the store, and what a trainer has observed."""
+"""The frozen views that policies see: steps (of `steps`), tiers, the store, and what a trainer has observed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal
+
+from tieredckpt.policy.steps import Age, StepView, StepViews
 
 __all__ = ["Observed", "StepView", "StepViews", "StoreView", "TierView"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepView:
-    """One saved step, as it is when the policy is asked."""
-
-    step: int
-    """The trainer's number; after a rollback it may occur again under a higher serial."""
-    serial: int
-    """The number of the save in the store's life; unique."""
-    saved_at: float
-    """Seconds since the epoch."""
-    age: float
-    """Seconds from ``saved_at`` to ``StoreView.now``."""
-    nbytes: int
-    """Bytes of all its arrays, before chunks are shared with other steps."""
-    metrics: Mapping[str, float]
-    tiers: tuple[str, ...]
-    """Names of the tiers that hold it committed."""
-    on_line: bool = True
-    """False for a step off the branch: an earlier step was restored, and a save has forked there."""
-    replicas: int = 1
-    """On how many nodes the nearest tier has it: RAM with ``replicas`` outlives the loss of all but one of them."""
-
-
-class StepViews(Sequence[StepView]):
-    """The steps of a store as they are at one time, each made when somebody looks at it.
-
-    A policy that looks at the newest of ten thousand steps does not pay for all of them.
-
-    Args:
-        steps: ascending by serial; their ages do not count, nor their replicas where ``replicas`` tells.
-        now: when they are looked at, in seconds since the epoch.
-        replicas: by serial, of the steps that more than one node has.
-    """
-
-    __slots__ = ("_made", "_now", "_replicas", "_steps")
-
-    def __init__(self, steps: tuple[StepView, ...], now: float, replicas: Mapping[int, int]) -> None:
-        self._steps, self._now, self._replicas = steps, now, replicas
-        self._made: dict[int, StepView] = {}
-
-    def _at(self, place: int) -> StepView:
-        found = self._made.get(place)
-        if found is None:
-            step = self._steps[place]
-            found = self._made[place] = StepView(
-                step.step,
-                step.serial,
-                step.saved_at,
-                max(0.0, self._now - step.saved_at),
-                step.nbytes,
-                step.metrics,
-                step.tiers,
-                step.on_line,
-                self._replicas.get(step.serial, 1),
-            )
-        return found
-
-    @overload
-    def __getitem__(self, place: int) -> StepView: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> tuple[StepView, ...]: ...
-
-    def __getitem__(self, place: int | slice) -> StepView | tuple[StepView, ...]:
-        places = range(len(self._steps))
-        if isinstance(place, slice):
-            return tuple(map(self._at, places[place]))
-        return self._at(places[place])
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __iter__(self) -> Iterator[StepView]:
-        return map(self._at, range(len(self._steps)))
-
-    def __reversed__(self) -> Iterator[StepView]:
-        return map(self._at, reversed(range(len(self._steps))))
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, (StepViews, tuple)) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-    def serials_on(self, tier: str) -> frozenset[int]:
-        """The serials of the steps that a tier holds."""
-        return frozenset([step.serial for step in self._steps if tier in step.tiers])
-
-    def on(self, tier: str, *, line: bool = False) -> tuple[StepView, ...]:
-        """The steps that a tier holds; with ``line`` only those that are not off-branch."""
-        steps = enumerate(self._steps)
-        return tuple([self._at(i) for i, step in steps if tier in step.tiers and (step.on_line or not line)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +43,23 @@ class StoreView:
     signals: frozenset[str] = frozenset()
     """Signals that the trainer has raised with ``store.signal`` and not withdrawn, such as ``"preempt"``."""
 
-    def on(self, tier: str) -> tuple[StepView, ...]:
-        """The steps that the tier of this name holds, off-branch ones included, ascending by serial."""
+    def find(self, step: Age) -> StepView | None:
+        """The step of that serial and number, as of a `StepId`; None if no tier holds it."""
+        if isinstance(self.steps, StepViews):
+            return self.steps.find(step)
+        return next((seen for seen in self.steps if (seen.serial, seen.step) == step), None)
+
+    def on(self, tier: str) -> Sequence[StepView]:
+        """The steps that the tier of this name holds, off-branch ones included, ascending by serial.
+
+        Compares equal to a tuple of them; each is made when somebody looks at it.
+        """
         if isinstance(self.steps, StepViews):
             return self.steps.on(tier)
         return tuple(step for step in self.steps if tier in step.tiers)
 
-    def line_on(self, tier: str) -> tuple[StepView, ...]:
-        """The steps that the tier holds and that are not off-branch, ascending by serial."""
+    def line_on(self, tier: str) -> Sequence[StepView]:
+        """The steps that the tier holds and that are not off-branch, as `on` gives them."""
         if isinstance(self.steps, StepViews):
             return self.steps.on(tier, line=True)
         return tuple(step for step in self.steps if step.on_line and tier in step.tiers)

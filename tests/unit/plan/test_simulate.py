@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieredckpt.config import load
+from tieredckpt.engine.tier.steps import HeldSteps
 from tieredckpt.errors import Invalid
 from tieredckpt.plan import simulate as simulation
 from tieredckpt.plan.actions import Action
@@ -24,7 +26,7 @@ from tieredckpt.plan.scenario import Kind, Scenario, derived_rungs, rungs
 from tieredckpt.plan.simulate import simulate
 from tieredckpt.plan.world import World
 from tieredckpt.policy import Observed, Schedule, StoreView
-from tieredckpt.policy.views import StepView, StepViews
+from tieredckpt.policy.steps import ByAge, StepView, StepViews
 
 GB = 10**9
 
@@ -259,19 +261,49 @@ def test_a_training_step_costs_a_simulation_no_more_with_many_steps_on_a_tier() 
         tiers = {"far": {"kind": "posix", "path": "/far", "retain": {"kind": "last_n", "n": retained}}}
         asked = scenario(tiers, {}, schedule={"kind": "every", "interval": 5}, step=0.1, rates={"far": 1e12})
         made = 0
-        count = StepViews._at
+        look = StepViews._seen
 
-        def counted(views: StepViews, place: int) -> StepView:
+        def counted(views: StepViews, step: StepView) -> StepView:
             nonlocal made
             made += 1
-            return count(views, place)
+            return look(views, step)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StepViews, "_at", counted)
+            patch.setattr(StepViews, "_seen", counted)
             simulate(asked, 300.0)
         return made
 
     assert looks(50) <= 100 * 300 / 5 + looks(1)  # of 3,000 training steps; each save looks at what is retained
+
+
+def test_a_save_costs_a_simulation_no_more_with_many_steps_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without failures, nobody goes through the steps of a tier that keeps all."""
+    looked = 0
+
+    def counting(goes: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+        def counted(steps: Any) -> Iterator[Any]:
+            nonlocal looked
+            for step in goes(steps):
+                looked += 1
+                yield step
+
+        return counted
+
+    for kind in (ByAge, HeldSteps):
+        for name in ("__iter__", "__reversed__"):
+            monkeypatch.setattr(kind, name, counting(getattr(kind, name)))
+
+    def looks(seconds: float) -> int:
+        nonlocal looked
+        looked = 0
+        keeping = {"promote": "always", "retain": "all"}
+        disk, far = ({"kind": "posix", "path": path, **keeping} for path in ("/disk", "/far"))
+        rates = {"ram": 1e12, "disk": 1e12, "far": 1e12}
+        asked = scenario({"ram": {"kind": "ram"}, "disk": disk, "far": far}, {}, step=5.0, rates=rates)
+        assert simulate(asked, seconds).tiers["far"].promoted == pytest.approx(seconds / 5, abs=2)
+        return looked
+
+    assert looks(4000.0) < 5 * looks(1000.0)
 
 
 SEVEN_BITS = [{"keys": ["**"], "max_error": "0.4%"}]

@@ -77,8 +77,10 @@ class Evictor:
         return True
 
     def _gone(self, step: StepId, tier: Tier) -> None:
-        records = self._state.records()
-        tier.steps.tombstones = {gone for gone in (*tier.steps.tombstones, step) if gone in records}
+        tombstones, records = tier.steps.tombstones, self._state.records()
+        tombstones.add(step)
+        if len(tombstones) > len(records):
+            tombstones.intersection_update(records)
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         self._state.changed.notify()
 

@@ -6,7 +6,6 @@ What is no answer to the question counts as a failure: an endless iterator is no
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
@@ -37,10 +36,8 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     if not repaired and not any(step in nearer.steps.held for nearer in state.tiers[: tier.index]):
         return False
     view = view or state.view(at_rest=True)
-    place = bisect_left(view.steps, step.serial, key=lambda seen: seen.serial)
-    if place == len(view.steps) or view.steps[place].serial != step.serial:
+    if (mine := view.find(step)) is None:
         return False
-    mine = view.steps[place]
     tier_view = view.tiers[tier.index]
     try:
         with Callback(f"tier {tier.name!r}: promotion policy", tier.config.promote):
@@ -48,6 +45,8 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
                 return False
         newer = takewhile(lambda seen: seen.serial > step.serial, reversed(view.steps))
         if any(seen.on_line and tier.name in seen.tiers for seen in newer):
+            if tier.config.retain.retains_all:
+                return True
             return step.serial in _retained(tier, tier_view, state.view(and_on=(step, tier)))
     except BaseException as error:
         if not is_failure(error):
@@ -60,7 +59,7 @@ def any_due(state: State) -> tuple[StepId, Tier] | None:
     """A step that is due on a tier, and the tier; none where every step is where it is to be."""
     view = state.view(at_rest=True)
     for tier in state.tiers:
-        for step in state.records():
+        for step in sorted({*state.waiting(tier), *tier.steps.damaged}):
             if step not in tier.steps.stuck and is_due(state, step, tier, view):
                 return step, tier
     return None
@@ -79,7 +78,7 @@ def why_not_due(state: State, step: StepId, tier: Tier) -> str:
         names = " and ".join(repr(each.name) for each in nearer)
         return f"it left {names} before that tier, which is slower than steps are saved, had taken it"
     view = state.view(at_rest=True)
-    mine = next((seen for seen in view.steps if seen.serial == step.serial), None)
+    mine = view.find(step)
     with suppress(Exception):  # a policy that fails is told of where it is asked
         if mine is not None and tier.config.promote.promotes(mine, view.tiers[tier.index], view):
             return (
@@ -110,6 +109,8 @@ def _waits_for_derivation(derivation: State, step: StepId, tier: Tier, *, only_h
 
 def leaving(state: State, tier: Tier) -> list[StepId]:
     """The steps that retention lets go, off-branch ones first, then as the eviction policy orders them."""
+    if tier.config.retain.retains_all:
+        return []
     view = state.view()
     tier_view = state.tier_view(tier)
     try:

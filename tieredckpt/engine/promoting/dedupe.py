@@ -50,9 +50,7 @@ async def refer_to_intact(
             tier.packs.index[digest] = extent
         del tier.packs.duplicates[digest]
         unproven.add(digest)
-    asked = [step] if step is not None and step in tier.steps.held else []
-    asked += heapq.nlargest(limits.in_force.steps_asked, (held for held in tier.steps.held if held != step))
-    for committed in asked:
+    for committed in _to_ask(tier, step) if unproven else ():
         if not unproven:
             break
         try:
@@ -78,6 +76,11 @@ async def refer_to_intact(
             tier.packs.verified.add(digest)
             break
         tier.packs.duplicates.pop(digest, None)
+
+
+def _to_ask(tier: Tier, step: StepId | None) -> list[StepId]:
+    newest = heapq.nlargest(limits.in_force.steps_asked, (held for held in tier.steps.held if held != step))
+    return [step, *newest] if step is not None and step in tier.steps.held else newest
 
 
 def is_verified(tier: Tier, digest: bytes, length: int) -> bool:

@@ -76,9 +76,7 @@ class Promoter:
         if self.tier.index == 0:
             return None
         view = state.view(at_rest=at_rest)
-        here = self.tier.steps
-        waiting = {step for nearer in state.tiers[: self.tier.index] for step in nearer.steps.held}
-        waiting = (waiting | here.damaged.keys()) - here.held.keys() - self.stuck.keys()
+        waiting = {*state.waiting(self.tier), *self.tier.steps.damaged} - self.stuck.keys()
         return next((step for step in sorted(waiting, reverse=True) if is_due(state, step, self.tier, view)), None)
 
     async def rest(self) -> None:

@@ -54,6 +54,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger("tieredckpt")
 
+_TRAINER_WAKES = 0.001
+"""Seconds in which a trainer goes on from a save that has ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -168,7 +171,8 @@ class Writer:
                 step, record.saved_at, seconds if moment.stall is None else moment.stall
             )
         state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, new_bytes, seconds))
-        state.changed.notify()
+        # Who promotes is woken once the trainer is: on this thread it would keep the interpreter from the trainer's.
+        asyncio.get_running_loop().call_later(_TRAINER_WAKES, state.changed.notify)
         return Saved(identity, tier.name, record.nbytes, new_bytes, seconds)
 
     @asynccontextmanager

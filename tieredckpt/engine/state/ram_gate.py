@@ -23,8 +23,8 @@ class GiveWay(Protocol):
 class RamGate:
     """Lets saves pass before exports. Touched on the engine's loop alone."""
 
-    changed: Notification
-    """Notified when a save has copied its tree."""
+    _copied: Notification = field(default_factory=Notification)
+    """Notified when a save has copied its tree: who promotes is not woken by that, beside a save that goes on."""
     _copying: int = 0
     """How many saves copy to RAM at present."""
     _readers: list[GiveWay] = field(default_factory=list)
@@ -37,11 +37,11 @@ class RamGate:
             yield
         finally:
             self._copying -= 1
-            self.changed.notify()
+            self._copied.notify()
 
     async def quiet(self) -> None:
         """Return when no save copies to RAM."""
-        await self.changed.until(lambda: not self._copying)
+        await self._copied.until(lambda: not self._copying)
 
     @contextmanager
     def yielding(self, give_way: GiveWay) -> Iterator[None]:

@@ -100,11 +100,10 @@ class State:
     """How many restores have filled arrays of the program; a save before such a restore saw other values in them."""
     derivations: tuple[State, ...] = ()
     """The state of the derived steps of each tier with lossy rules, nearest first."""
-    ram_gate: RamGate = field(init=False)
+    ram_gate: RamGate = field(init=False, default_factory=RamGate)
     _step_table: StepTable = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ram_gate = RamGate(self.changed)
         self._step_table = StepTable(self.tiers, views.step_view)
 
     # -- derived steps ------------------------------------------------------------------------------------
@@ -132,7 +131,12 @@ class State:
 
     def records(self) -> dict[StepId, StepRecord]:
         """Every step that some tier holds, by age; not to be changed. From any thread."""
-        return self._step_table.call(self.branch.line).records
+        return self._step_table.records(self.branch.line)
+
+    def waiting(self, tier: Tier) -> list[StepId]:
+        """The steps of the branch that a nearer tier holds and ``tier`` does not, by age."""
+        steps = self._step_table.views(self.branch.line).waiting(tier.name)
+        return [StepId(step.serial, step.step) for step in steps]
 
     def holders(self, step: StepId) -> list[Tier]:
         """The tiers that hold a step as it was saved, nearest first, those that fail, or do not answer, last."""
@@ -249,7 +253,7 @@ class State:
 
         With ``at_rest``, as it would be if no promotion were under way.
         """
-        steps = self._step_table.call(self.branch.line).views
+        steps = self._step_table.views(self.branch.line)
         if and_on is not None:
             steps = views.with_copy(steps, *and_on, self.tiers)
         tiers = tuple(self.tier_view(tier, at_rest=at_rest) for tier in self.tiers)

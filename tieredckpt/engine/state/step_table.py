@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from itertools import takewhile, zip_longest
 
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId, StepRecord
-from tieredckpt.policy.views import StepView
+from tieredckpt.policy.steps import Listing, StepView
 
-__all__ = ["Called", "Line", "StepTable", "on"]
+__all__ = ["Line", "StepTable", "on"]
 
 Line = tuple[tuple[int, int], ...]
 """Serials, as inclusive ranges that ascend."""
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """The steps that there are at one time; never changed."""
-
-    records: dict[StepId, StepRecord] = field(default_factory=dict)
-    """By age."""
-    views: tuple[StepView, ...] = ()
-    """Views for policies, in the same order, all of age 0."""
-
-
 class StepTable:
-    """Cache of all steps and of their views, rebuilt only for steps that have changed.
+    """Cache of all steps and of their views, renewed only for steps that have changed.
 
     ``describe`` gives the view of a step from its record, the names of the tiers that hold it, and whether it is on
     the line.
@@ -47,12 +37,21 @@ class StepTable:
         self._torn = False
         """Whether an interrupt has ended a renewal, so that what came and went is not known."""
         self._line: Line = ()
-        self._views: dict[StepId, StepView] = {}
-        """By age, as in `Called`."""
-        self._called = Called()
+        self._views = Listing(tuple(tier.name for tier in tiers))
+        self._records: dict[StepId, StepRecord] = {}
+        self._not_recorded: set[StepId] = set()
+        """Steps that changed since `_records` was made: few ask for records, and a new dict has all of them."""
 
-    def call(self, line: Line) -> Called:
-        """The steps that there are now, when this is the branch."""
+    def views(self, line: Line) -> Listing:
+        """Views of the steps that there are now, all of age 0, when this is the branch."""
+        return self._renewed(line)[0]
+
+    def records(self, line: Line) -> dict[StepId, StepRecord]:
+        """The records of the same steps, by age; never changed."""
+        return self._renewed(line, records=True)[1]
+
+    def _renewed(self, line: Line, *, records: bool = False) -> tuple[Listing, dict[StepId, StepRecord]]:
+        """What this table has as of now, the records only if they are asked for."""
         if not self._guards_table.acquire(blocking=False):
             return self._anew(line)
         try:
@@ -64,61 +63,61 @@ class StepTable:
                 self._line = line
             if changed:
                 self._renew(changed)
+            if records and self._not_recorded:
+                self._record()
             self._torn = False
-            return self._called
+            return self._views, self._records
         finally:
             self._guards_table.release()
 
-    def _all(self) -> set[StepId]:
-        """Every step that there is, or was when this was renewed last."""
-        return set(self._views).union(*(tuple(tier.steps.held) for tier in self._tiers))
-
-    def _anew(self, line: Line) -> Called:
+    def _anew(self, line: Line) -> tuple[Listing, dict[StepId, StepRecord]]:
         """The same, found out from the tiers alone, while another call is renewing what is known."""
-        fresh = StepTable(self._tiers, self._describe)
+        fresh = StepTable(self._tiers, self._describe)  # which hears no news: they would pile up
         fresh._line = line
         fresh._renew(fresh._all())
-        return fresh._called
+        fresh._record()
+        return fresh._views, fresh._records
+
+    def _all(self) -> set[StepId]:
+        """Every step that there is, or was when this was renewed last."""
+        return set(map(_id, self._views.steps)).union(*(tuple(tier.steps.held) for tier in self._tiers))
 
     def _moved(self, line: Line) -> set[StepId]:
-        """The steps that came to the line or left it."""
-        last = self._line[-1][1] if self._line else 0
-        if tuple((first, min(end, last)) for first, end in line if first <= last) == self._line:
-            return {step for step in _since(self._views, last) if on(line, step.serial)}
-        return {step for step, view in self._views.items() if view.on_line != on(line, step.serial)}
+        """The steps that came to the line or left it: none before the first serial at which the two differ."""
+        pairs = zip_longest(self._line, line, fillvalue=(math.inf, math.inf))
+        before, after = next((before, after) for before, after in pairs if before != after)
+        first = min(before[1], after[1]) + 1 if before[0] == after[0] else min(before[0], after[0])
+        later = takewhile(lambda view: view.serial >= first, reversed(self._views.steps))
+        return {_id(view) for view in later if view.on_line != on(line, view.serial)}
 
     def _renew(self, changed: set[StepId]) -> None:
-        views, records = dict(self._views), dict(self._called.records)
-        newest = next(reversed(views), None)
+        self._not_recorded |= changed
+        self._views = self._views.changed({step: self._view(step) for step in changed})
+
+    def _view(self, step: StepId) -> StepView | None:
+        holding = [(tier.name, held) for tier in self._tiers if (held := tier.steps.held.get(step)) is not None]
+        if not holding:
+            return None
+        names = tuple(name for name, _ in holding)
+        return self._describe(step, holding[0][1].record, names, on(self._line, step.serial))
+
+    def _record(self) -> None:
+        records = dict(self._records)
+        newest = next(reversed(records), None)
         in_order = True
-        for step in sorted(changed):
-            holding = [(tier.name, held) for tier in self._tiers if (held := tier.steps.held.get(step)) is not None]
-            if not holding:
-                views.pop(step, None)
+        for step in sorted(self._not_recorded):
+            held = next((held for tier in self._tiers if (held := tier.steps.held.get(step)) is not None), None)
+            if held is None:
                 records.pop(step, None)
                 continue
-            in_order &= step in views or newest is None or step > newest
-            record, names = holding[0][1].record, tuple(name for name, _ in holding)
-            on_line = on(self._line, step.serial)
-            known = views.get(step)
-            if known is None or records.get(step) is not record:
-                views[step] = self._describe(step, record, names, on_line)
-            elif known.tiers != names or known.on_line != on_line:
-                views[step] = dataclasses.replace(known, tiers=names, on_line=on_line)
-            records[step] = record
-        if not in_order:
-            views, records = dict(sorted(views.items())), dict(sorted(records.items()))
-        self._views = views
-        self._called = Called(records, tuple(views.values()))
+            in_order &= step in records or newest is None or step > newest
+            records[step] = held.record
+        self._records = records if in_order else dict(sorted(records.items()))
+        self._not_recorded = set()
 
 
-def _since(steps: dict[StepId, StepView], serial: int) -> list[StepId]:
-    found = []
-    for step in reversed(steps):
-        if step.serial <= serial:
-            break
-        found.append(step)
-    return found
+def _id(view: StepView) -> StepId:
+    return StepId(view.serial, view.step)
 
 
 def on(line: Line, serial: int) -> bool:

@@ -11,14 +11,14 @@ from tieredckpt.engine.state.membership import Membership
 from tieredckpt.engine.state.observation import Observation
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId, StepRecord
-from tieredckpt.policy.base import StepView, StoreView, TierView
-from tieredckpt.policy.views import StepViews
+from tieredckpt.policy.steps import Listing, StepView, StepViews
+from tieredckpt.policy.views import StoreView, TierView
 
 __all__ = ["numbers", "step_view", "store_view", "tier_view", "with_copy", "write_bandwidth"]
 
 
 def store_view(
-    steps: tuple[StepView, ...],
+    steps: Listing,
     tiers: tuple[TierView, ...],
     nearest: Tier,
     membership: Membership,
@@ -32,10 +32,12 @@ def store_view(
     return StoreView(now, StepViews(steps, now, replicas), tiers, frozenset(observation.signals))
 
 
-def with_copy(steps: tuple[StepView, ...], step: StepId, on: Tier, tiers: Sequence[Tier]) -> tuple[StepView, ...]:
-    """The views of steps as they would be if the tier ``on`` held ``step`` too."""
+def with_copy(steps: Listing, step: StepId, on: Tier, tiers: Sequence[Tier]) -> Listing:
+    """The steps as they would be if the tier ``on`` held ``step`` too."""
+    if (view := steps.steps.find(step)) is None:
+        return steps
     names = tuple(each.name for each in tiers if step in each.steps.held or each is on)
-    return tuple(dataclasses.replace(view, tiers=names) if view.serial == step.serial else view for view in steps)
+    return steps.changed({step: dataclasses.replace(view, tiers=names)})
 
 
 def tier_view(tier: Tier, *, at_rest: bool = False) -> TierView:

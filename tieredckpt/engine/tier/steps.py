@@ -48,11 +48,9 @@ class HeldSteps(dict[StepId, Held]):
             return set(self)
         changed = self._changed[listener]
         found: set[StepId] = set()
-        while True:
-            try:
-                found.add(changed.pop())
-            except KeyError:
-                return found
+        while changed:
+            found.add(changed.pop())
+        return found
 
     def _tell(self, *steps: StepId) -> None:
         for changed in tuple(self._changed.values()):

@@ -1,4 +1,4 @@
-"""The roll is what looking at every tier anew would find, whatever came, went, or left the branch in between."""
+"""The step table is what looking at every tier anew would find, whatever came, went, or left the branch meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import NoneNode
-from tieredckpt.policy.views import StepView, StepViews, StoreView
+from tieredckpt.policy.steps import StepView
 
 STORE = "00000000-0000-4000-8000-000000000000"
 
@@ -39,7 +39,7 @@ def record(step: StepId, version: int) -> StepRecord:
     )
 
 
-steps = st.builds(lambda serial: StepId(serial, serial % 4), st.integers(1, 12))
+steps = st.builds(StepId, st.integers(1, 12), st.integers(0, 1))
 lines = st.lists(st.integers(1, 13), unique=True, max_size=6).map(
     lambda bounds: tuple(zip(sorted(bounds)[::2], sorted(bounds)[1::2], strict=False))
 )
@@ -99,49 +99,29 @@ class RollMachine(RuleBasedStateMachine):
 
     @invariant()
     def everybody_is_called(self) -> None:
-        called = self.roll.call(self.line)
+        views, records = self.roll.views(self.line), self.roll.records(self.line)
         expected: dict[StepId, StepView] = {}
         for step in sorted({step for tier in self.tiers for step in tier.steps.held}):
             holding = [tier for tier in self.tiers if step in tier.steps.held]
             on_line = any(first <= step.serial <= last for first, last in self.line)
             names = tuple(tier.name for tier in holding)
             expected[step] = step_view(step, holding[0].steps.held[step].record, names, on_line)
-        assert list(called.records) == list(expected)
-        assert called.views == tuple(expected.values())
-        for step, held in called.records.items():
+        steps = list(expected.values())
+        assert list(records) == list(expected)
+        for step, held in records.items():
             assert held is next(tier.steps.held[step].record for tier in self.tiers if step in tier.steps.held)
+        assert list(views.steps) == steps
+        for place, name in enumerate("abc"):
+            nearer = set("abc"[:place])
+            assert list(views.on(name)) == [step for step in steps if name in step.tiers]
+            assert list(views.on(name, line=True)) == [step for step in steps if name in step.tiers and step.on_line]
+            assert list(views.waiting(name)) == [
+                step for step in steps if step.on_line and name not in step.tiers and nearer & set(step.tiers)
+            ]
 
 
 TestRoll = RollMachine.TestCase
 TestRoll.settings = settings(max_examples=60, stateful_step_count=30)
-
-
-def views(*serials: int) -> tuple[StepView, ...]:
-    return tuple(
-        step_view(StepId(serial, serial), record(StepId(serial, serial), 1), ("a",) * (serial % 2), serial % 3 > 0)
-        for serial in serials
-    )
-
-
-def test_steps_seen_one_by_one_are_the_steps_seen_together() -> None:
-    plain = views(*range(1, 9))
-    now = 5500.0
-    lazy = StepViews(plain, now, {3: 2})
-    made = tuple(lazy)
-    assert [step.age for step in made] == [max(0.0, now - step.saved_at) for step in plain]
-    assert [step.replicas for step in made] == [2 if step.serial == 3 else 1 for step in plain]
-    assert tuple(reversed(StepViews(plain, now, {3: 2}))) == made[::-1]
-    assert (lazy[2:5], lazy[-1], lazy[0], len(lazy)) == (made[2:5], made[-1], made[0], len(made))
-    assert lazy == made
-    assert made == lazy
-    assert lazy != made[1:]
-    first, second = StoreView(now, lazy, ()), StoreView(now, made, ())
-    assert first == second
-    for tier in ("a", "b"):
-        assert first.on(tier) == second.on(tier)
-        assert first.line_on(tier) == second.line_on(tier)
-        assert first.serials_on(tier) == second.serials_on(tier) == {step.serial for step in second.on(tier)}
-    assert first.newest == second.newest
 
 
 class SizesMachine(RuleBasedStateMachine):
