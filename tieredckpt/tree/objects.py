@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum
 from functools import lru_cache
@@ -33,8 +32,9 @@ from tieredckpt.format.structure import (
     scalar_node,
     scalar_value,
 )
+from tieredckpt.tree.codec import Codec
 
-__all__ = ["ENUM", "Codec", "Plain", "enums_in", "from_plain", "json_of", "object_node", "restored_object", "to_plain"]
+__all__ = ["ENUM", "Plain", "enums_in", "from_plain", "json_of", "object_node", "restored_object", "to_plain"]
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """Values for which JSON has a form of its own."""
@@ -44,18 +44,6 @@ ENUM: Final = "enum"
 
 _DEPTH: Final = MAX_PLAIN_DEPTH - 2
 """Of tuples and objects inside one another: a scalar at the bottom may be an object of JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """How the objects of one type are stored."""
-
-    of: str
-    """The name of the type in the format."""
-    parts: Callable[[Any], object]
-    """Parts that make an object; `ValueError` or `TypeError` for one that cannot be stored."""
-    make: Callable[[Any], Any]
-    """The object that some parts make; an error that is no system's for parts that make none."""
 
 
 def object_node(key: str, value: object) -> ObjectNode | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tieredckpt.tree.objects import Codec
+from tieredckpt.tree.codec import Codec
 
 __all__ = ["CODECS"]
 

@@ -1,0 +1,21 @@
+"""How the small objects of one type are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Codec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How the objects of one type are stored."""
+
+    of: str
+    """The name of the type in the format."""
+    parts: Callable[[Any], object]
+    """Parts that make an object; `ValueError` or `TypeError` for one that cannot be stored."""
+    make: Callable[[Any], Any]
+    """The object that some parts make; an error that is no system's for parts that make none."""
