@@ -73,27 +73,6 @@ class Collector:
             if not waits_for_promotion(self._state, step, tier):
                 await self.evictor.try_evict(step, tier)
 
-    async def make_room_ahead(self) -> None:
-        """Evict from RAM, behind the training, what the next save would evict while the training waits.
-
-        It is taken to be as large as the last one. Failures are logged.
-        """
-        tier = self._state.tiers[0]
-        if (ram := tier.ram) is None or not self._state.manages(tier):
-            return
-        slab, need = ram.slab, ram.last_save
-        is_full = slab.room < need  # else all leave, or what is free would be in ever smaller pieces
-        if not is_full and (slab.spare >= need or slab.awaits_memory):
-            return
-        try:
-            for step in leaving(self._state, tier):
-                if not waits_for_promotion(self._state, step, tier):
-                    await self.evictor.try_evict(step, tier)
-                if is_full and slab.room >= need:
-                    return
-        except (TieredCkptError, OSError) as error:
-            _log.warning("tier %r: no room was made for the next save: %s", tier.name, error)
-
     async def make_room(self, tier: Tier, enough: Callable[[], bool]) -> bool:
         """Evict from a tier until there is room enough; False when nothing more may go.
 

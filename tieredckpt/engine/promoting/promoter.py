@@ -185,7 +185,6 @@ class Promoter:
                     return  # it gave way
             self._succeeded()
             await self._collector.after_commit(self.tier)
-            await self._collector.make_room_ahead()
         except NoRoom as error:
             if not any(held > step and self._state.on_line(held.serial) for held in self.tier.steps.held):
                 raise

@@ -76,7 +76,6 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
     need = sum(slab_size(cell.nbytes) for cell in new)
     if need > slab.capacity:
         return False
-    ram.last_save = need
     ended = threading.Event()
     try:
         if not slab.used:

@@ -35,9 +35,6 @@ class Ram:
     unread: list[tuple[Callable[[], bool], list[bytes]]] = field(default_factory=list)
     """Steps retracted from the slab, by their chunks, that another process may still be reading, and what tells."""
 
-    last_save: int = 0
-    """Bytes of the slab that the last save took."""
-
     def __post_init__(self) -> None:
         self.slab = self.store.slab
         self.index = SlabIndex(self.slab)
