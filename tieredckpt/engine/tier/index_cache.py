@@ -15,6 +15,11 @@ from tieredckpt.format.ocdbt import Extent
 __all__ = ["RecentIndexes", "packs_of", "unique_extents"]
 
 _KEPT = 8
+_KEPT_BYTES = 1 << 20
+"""Of index files; indexes beyond `_KEPT` are kept while all together take no more, as objects some ten times that.
+
+A save evicts steps from RAM, oldest first, while the training waits: to read an index again takes milliseconds.
+"""
 
 
 class RecentIndexes(OrderedDict[StepId, StepIndex]):
@@ -33,10 +38,10 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         return self.packs.pop(step, None)
 
     def remember(self, step: StepId, index: StepIndex) -> None:
-        """Keep an index; the one that was not used for longest may go."""
+        """Keep an index; those that were not used for longest may go."""
         self[step] = index
         self.move_to_end(step)
-        while len(self) > _KEPT:
+        while len(self) > _KEPT and sum(self.nbytes.get(each, _KEPT_BYTES) for each in self) > _KEPT_BYTES:
             self.popitem(last=False)
 
     @contextmanager
