@@ -62,6 +62,13 @@ def test_every_module_is_under_400_lines() -> None:
     assert long == {}
 
 
+def test_what_runs_as_a_program_runs_when_all_of_its_module_is_defined() -> None:
+    for module in ROOT.glob("tieredckpt/**/*.py"):
+        body = ast.parse(module.read_text()).body
+        programs = [node for node in body if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)]
+        assert programs in ([], body[-1:]), module
+
+
 _MAX_FIELDS, _MAX_METHODS = 22, 32
 _LARGE = {
     "Limits": "one value of all times and sizes, so that tests and users find them in one place",

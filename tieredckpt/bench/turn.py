@@ -316,10 +316,6 @@ def of_all_ranks(turns: Sequence[Turn]) -> Turn:
     )
 
 
-if __name__ == "__main__":
-    measure_what_is_asked(Spec, measure)
-
-
 _SELF = Path("/proc/self")
 
 
@@ -356,3 +352,7 @@ def _field(process: Path, name: str) -> int:
             if line.startswith(name + ":"):
                 return int(line.split()[1]) << 10
     return 0
+
+
+if __name__ == "__main__":
+    measure_what_is_asked(Spec, measure)
