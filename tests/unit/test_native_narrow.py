@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tieredckpt.errors import Invalid
-from tieredckpt.interchange import casts
+from tieredckpt.format import casts
 
 native = pytest.importorskip(
     "tieredckpt._native", reason="tieredckpt was installed without a C++ compiler", exc_type=ImportError
@@ -57,31 +57,42 @@ def test_one_value_that_is_not_finite_is_told_wherever_it_lies(name: str, place:
         assert form(values, np.zeros(21, np.uint16)) == finite
 
 
+def cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.uint16]:
+    found = np.zeros(values.size, np.uint16)
+    casts.cast("w", values, found.view(dtype))
+    return found
+
+
 @given(bits=st.lists(st.integers(0, (1 << 32) - 1), max_size=40), name=st.sampled_from(NAMES))
 def test_a_cast_gives_numpys_bits_or_says_that_a_finite_value_is_lost(bits: list[int], name: str) -> None:
     values = np.array(bits, np.uint32).view(np.float32)
     expected = by_numpy(values, name)
-    found = np.zeros(values.size, np.uint16).view(casts.CASTS[name])
-    assert casts.cast(values, found) == bool(np.isfinite(expected[np.isfinite(values)]).all())
-    np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
-
-
-@pytest.mark.parametrize("accelerated", [True, False])
-def test_blocks_follow_each_other_to_the_end_and_a_lost_value_is_named(
-    monkeypatch: pytest.MonkeyPatch, accelerated: bool
-) -> None:
-    if not accelerated:
-        monkeypatch.setattr(casts, "_native", {})
-    values = np.random.default_rng(0).standard_normal((2 << 20) + 5).astype(np.float32)
-    values[[3, -1]] = np.nan, -np.inf
-    memory = casts.new_memory()
-    for name, dtype in casts.CASTS.items():
-        found = [block.copy() for block in casts.blocks("w", values, dtype, memory)]
-        np.testing.assert_array_equal(np.concatenate(found).view(np.uint16), by_numpy(values, name).view(np.uint16))
-        values[-2] = 3.4e38
+    if np.isfinite(expected[np.isfinite(values)]).all():
+        np.testing.assert_array_equal(cast(values, casts.CASTS[name]), expected.view(np.uint16))
+    else:
         with pytest.raises(Invalid, match=r"array 'w' has values beyond the largest of"):
-            list(casts.blocks("w", values, dtype, memory))
-        values[-2] = 0
+            cast(values, casts.CASTS[name])
+
+
+@given(mantissa=st.integers(0, (1 << 52) - 1), exponent=st.integers(900, 1100), tie=st.integers(-2, 2))
+def test_a_double_is_rounded_once(mantissa: int, exponent: int, tie: int) -> None:
+    """Values just beside the middle of two results are rounded to the nearer one, and not to the middle first."""
+    for bits in (mantissa, ((mantissa >> 45 << 45) + (1 << 44) + tie) % (1 << 52)):
+        values = np.array([exponent << 52 | bits], np.uint64).view(np.float64)
+        found = cast(values, casts.CASTS["bf16"])
+        around = np.array([found[0] - 1, found[0], found[0] + 1], np.uint16).view(casts.CASTS["bf16"])
+        distances = np.abs(around.astype(np.float64) - values)
+        assert distances[1] == distances.min()
+        assert np.count_nonzero(distances == distances[1]) == 1 or found[0] % 2 == 0
+
+
+def test_without_native_code_casts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    values[[3, -1]] = np.nan, -np.inf
+    native_ones = [cast(values, dtype) for dtype in casts.CASTS.values()]
+    monkeypatch.setattr(casts, "_native", {})
+    for dtype, expected in zip(casts.CASTS.values(), native_ones, strict=True):
+        np.testing.assert_array_equal(cast(values, dtype), expected)
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

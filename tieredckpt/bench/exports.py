@@ -76,27 +76,29 @@ def _beside_writes(spec: ExportSpec, state: State, limits: Limits, cast: str | N
 def _stalls(spec: ExportSpec, state: State, other: State) -> tuple[float, float] | None:
     """Seconds until `save` returns while nothing is exported, and while the step before is, in turns.
 
-    None where no export lasted as long as the save beside it.
+    Both follow another save at once. None where no export lasted as long as the save beside it.
     """
     ended: queue.Queue[Event] = queue.Queue()
     alone: list[float] = []
     beside: list[float] = []
-    with CheckpointStore.open(_config(spec, "stalls")).sync() as store:
+    with CheckpointStore.open(_config(spec, "stalls", every=4)).sync() as store:
         store.subscribe(lambda event: ended.put(event) if isinstance(event, _ENDS) else None)
-        for step in range(0, 2 * spec.repeats + 2, 2):
+        for step in range(0, 4 * spec.repeats + 4, 2):
             change(state, list(state))
             change(other, list(other))
-            first = seconds(partial(store.save, step, state))
-            while ended.empty() and store.export_infos()[0].exporting is None:
+            store.save(step, state)
+            exports = step % 4 == 0
+            while exports and ended.empty() and store.export_infos()[0].exporting is None:
                 time.sleep(_GLANCE)
-            second = seconds(partial(store.save, step + 1, other))
+            took = seconds(partial(store.save, step + 1, other))
+            if not exports:
+                alone.append(took)
+                continue
             exported_beside = ended.empty()
-            while _exported(step, ended).step != step + 1:  # the newer one may be all that is exported
-                pass
+            _exported(step, ended)
             if step and exported_beside:  # else a part of the save had the machine for itself
-                alone.append(first)
-                beside.append(second)
-    return (statistics.median(alone), statistics.median(beside)) if alone else None
+                beside.append(took)
+    return (statistics.median(alone[1:]), statistics.median(beside)) if beside else None
 
 
 def _exported(step: int, ended: queue.Queue[Event]) -> StepExported:
@@ -106,14 +108,18 @@ def _exported(step: int, ended: queue.Queue[Event]) -> StepExported:
     return event
 
 
-def _config(spec: ExportSpec, name: str, cast: str | None = None) -> StoreConfig:
-    """Of a store of its own: one of the same place would go on with the exports of the one before."""
+def _config(spec: ExportSpec, name: str, cast: str | None = None, every: int = 1) -> StoreConfig:
+    """Of a store of its own: one of the same place would go on with the exports of the one before.
+
+    Step numbers that are multiples of ``every`` are exported.
+    """
     slab = spec.nbytes * 9 // 4 + (64 << 20)  # the step that is exported, and the next one
     ram = RamTier(name="ram", path=Path(spec.shared, name), capacity=slab, on_close="release")
     disk = PosixTier(name="disk", path=Path(spec.folder, name), promote=parse(Promotion, "never"))
     keep = parse(Retention, {"kind": "last_n", "n": 1})
     to = str(Path(spec.folder, f"{name}-out"))
-    export = ExportConfig(name="bench", format="safetensors", to=to, keep=keep, cast=cast)
+    when = parse(Promotion, {"kind": "every_n_steps", "n": every})
+    export = ExportConfig(name="bench", format="safetensors", to=to, when=when, keep=keep, cast=cast)
     return StoreConfig(tiers=(ram, disk), exports=(export,))
 
 

@@ -42,7 +42,7 @@ class Limits:
     export_rate: float = 10e6
     """Bytes per second that what it was given is written with, at least."""
     export_part: int = 16 << 20
-    """Bytes that are read together for an export: as much again is read while they are written."""
+    """Bytes that are read together for an export; two such parts are read while one is written."""
     export_flush_rate: float = 100e6
     """Bytes per second that are flushed to the device, at least, where a format's library leaves all to the end."""
 

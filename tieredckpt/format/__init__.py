@@ -30,8 +30,8 @@ manifest
 part
     What one rank contributes to a step: a file with the chunks of its blocks, which the commit merges and deletes.
 
-Modules: `layout` names files, `digest` hashes, `boxes` and `grid` divide arrays, `zarr` describes them, `encoding`
-turns a chunk into what is stored, `pack` writes footers, `ocdbt` writes and reads step indexes, `manifest` assembles
-a step from all of these, `part` writes what a rank contributes, `merging` makes one step of all parts, and `joining`
-one array of blocks.
+Modules: `layout` names files, `digest` hashes, `casts` rounds floats to 16 bits, `boxes` and `grid` divide arrays,
+`zarr` describes them, `encoding` turns a chunk into what is stored, `pack` writes footers, `ocdbt` writes and reads
+step indexes, `manifest` assembles a step from all of these, `part` writes what a rank contributes, `merging` makes
+one step of all parts, and `joining` one array of blocks.
 """

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from tieredckpt.engine.exporting.content import StepContent
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TieredCkptError
-from tieredckpt.interchange.base import Format, content, is_name
+from tieredckpt.interchange.base import Content, Format, content, is_name
 from tieredckpt.interchange.dcp_metadata import DTYPES, get, kind, load
 from tieredckpt.interchange.torch_files import check_size, load_weights, refused
 from tieredckpt.tree.leaf import ArraySpec
@@ -297,7 +297,8 @@ def _write(step: StepContent, to: Path, **options: Any) -> dict[str, bytes]:
                 found = self.tensor_of(value)
                 written[name] = content(found.reshape(-1).view(torch.uint8).numpy())
                 return found
-            # A tuple may have tensors too, which DCP stores in one piece: no more is read for it than they are.
+            # A tuple may have tensors too. DCP stores it as one pickle, and its reader looks for just that where the
+            # state dict to load into has a tuple, so they cannot be items of their own, as those of a list are.
             leaves = optree.tree_leaves(value, none_is_leaf=True)
             tensors = dict(read([leaf for leaf in leaves if id(leaf) in specs]))
             whole = optree.tree_map(lambda leaf: tensors.get(id(leaf), leaf), value, none_is_leaf=True)
@@ -348,10 +349,21 @@ def _read_back(folder: Path) -> Iterator[tuple[str, bytes]]:
     contents = _contents(folder)
     for item in contents.items:
         if item.name not in contents.tensors:
-            yield item.name, content(np.frombuffer(_bytes(item), np.uint8))
+            yield item.name, _content(item)
             continue
         _, part = _part(contents.tensors[item.name], item)  # in one part each
         yield item.name, content(part.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _content(item: _Item) -> bytes:
+    """As `content`, of a pickle, which may be as large as all optimizer states."""
+    found, left = Content(), item.length
+    with item.file.open("rb") as file:
+        file.seek(item.start)
+        while data := file.read(min(left, 16 << 20)):
+            found.add(np.frombuffer(data, np.uint8))
+            left -= len(data)
+    return found.value()
 
 
 DCP = Format(read=_read, write=_write, read_back=_read_back, values=True)

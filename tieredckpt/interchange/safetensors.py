@@ -26,8 +26,8 @@ from tieredckpt.config.formats import Files
 from tieredckpt.engine.exporting.content import StepContent
 from tieredckpt.engine.inventory import ArrayInfo
 from tieredckpt.errors import Corrupt, Invalid, NotFound
+from tieredckpt.format.casts import CASTS
 from tieredckpt.interchange.base import Content, Format, content, is_name
-from tieredckpt.interchange.casts import CASTS, blocks, new_memory
 from tieredckpt.tree.leaf import ArraySpec
 
 __all__ = ["SAFETENSORS"]
@@ -238,12 +238,13 @@ def _write_file(step: StepContent, files: Files, name: str, tensors: Sequence[_T
         raise Invalid(f"{len(tensors)} tensors do not fit one file of safetensors; give a smaller shard size")
     written = {tensor.info.key: Content() for tensor in tensors}
     dtypes = {tensor.info.key: tensor.dtype for tensor in tensors}
-    memory = new_memory()
     with files.open(name) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for info, piece in step.pieces([tensor.info for tensor in tensors]):
-            for part in blocks(info.key, piece, dtypes[info.key], memory):
-                file.write(written[info.key].add(part))
+        for info, piece in step.pieces([tensor.info for tensor in tensors], dtypes):
+            data = (piece if sys.byteorder == "little" else piece.byteswap()).view(np.uint8)
+            if step.compared:
+                written[info.key].add(data)
+            file.write(data)
     return {tensor.name: written[tensor.info.key].value() for tensor in tensors}
 
 

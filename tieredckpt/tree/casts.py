@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.errors import Invalid
+from tieredckpt.format.casts import rounded_to_odd
 from tieredckpt.format.structure import ArrayNode, BoolNode, ComplexNode, FloatNode, IntNode, Node, scalar_value
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.device_target import DeviceTarget, Filled
@@ -95,14 +96,8 @@ def _nearest(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     with np.errstate(all="ignore"):
         if array.dtype.kind != "f" or array.dtype.itemsize < 8 or dtype.kind == "f":
             return array.astype(dtype)
-        # ml_dtypes rounds a double to a float first, and that once more. A float that has its last bit set wherever
-        # it is not exact is never taken for a tie (Boldo and Melquiond, "When double rounding is odd").
-        double = array.astype(np.float64, copy=False)
-        single = double.astype(np.float32)
-        bits = single.view(np.uint32)
-        bits -= np.abs(single) > np.abs(double)
-        bits |= (single != double) & ~np.isnan(double)
-        return single.astype(dtype)
+        # ml_dtypes would round a double to a float first, and that once more.
+        return rounded_to_odd(array.astype(np.float64, copy=False)).astype(dtype)
 
 
 def _same_class(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

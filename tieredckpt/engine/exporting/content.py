@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,15 @@ import numpy.typing as npt
 
 from tieredckpt.engine.inventory import ArrayInfo, Scalar, StepDetails, StepInfo
 from tieredckpt.errors import NotFound
+from tieredckpt.format.casts import cast
 
-__all__ = ["Arrays", "StepContent"]
+__all__ = ["Arrays", "Dtypes", "StepContent"]
 
 Arrays = Iterator[tuple[ArrayInfo, npt.NDArray[Any]]]
 """Each array, or piece of one, with what is known of the array; it is free to go once the next one is asked for."""
+
+Dtypes = Mapping[str, np.dtype[Any]]
+"""The dtype that arrays are wanted in, by their keys."""
 
 _PIECE = 16 << 20
 """Bytes of a piece at most."""
@@ -36,6 +40,9 @@ class StepContent(ABC):
 
     Raises `NotFound` where the part is no container.
     """
+
+    compared = True
+    """Whether what a format writes is read back and compared; else it may leave out digests."""
 
     def __init__(self, details: StepDetails, part: str | None) -> None:
         below = (*(array.key for array in details.arrays), *details.scalars)
@@ -58,13 +65,23 @@ class StepContent(ABC):
     def read(self, arrays: Sequence[ArrayInfo] | None = None) -> Arrays:
         """Arrays of the step, all without ``arrays``, whole, in the order given, verified."""
 
-    def pieces(self, arrays: Sequence[ArrayInfo] | None = None) -> Arrays:
-        """As `read`, but each array in one-dimensional pieces that follow each other, an empty one as one piece."""
+    def pieces(self, arrays: Sequence[ArrayInfo] | None = None, dtypes: Dtypes = MappingProxyType({})) -> Arrays:
+        """As `read`, but each array in one-dimensional pieces that follow each other, an empty one as one piece.
+
+        An array whose key is in ``dtypes`` comes in that dtype: see `tieredckpt.format.casts.cast`.
+        """
+        memory = np.empty(_PIECE, np.uint8)
         for info, array in self.read(arrays):
             flat = np.ascontiguousarray(array).reshape(-1)
-            items = max(1, _PIECE // flat.itemsize)
+            dtype = dtypes.get(info.key, flat.dtype)
+            items = max(1, _PIECE // max(flat.itemsize, dtype.itemsize))
             for start in range(0, max(1, flat.size), items):
-                yield info, flat[start : start + items]
+                piece = flat[start : start + items]
+                if dtype != flat.dtype:
+                    into = memory[: piece.size * dtype.itemsize].view(dtype)
+                    cast(info.key, piece, into)
+                    piece = into
+                yield info, piece
 
     def folders(self) -> Iterator[tuple[Path, str]]:
         """Where local files hold the step, for who links them: nowhere, where that is not known."""

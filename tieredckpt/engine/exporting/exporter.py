@@ -241,6 +241,7 @@ class Exporter:
     async def _content(self, export: _Export, index: StepIndex, reading: Reading, memory: Parts) -> HeldStep:
         """What is exported of a step. Raises `Invalid`, naming a key or part that it has not."""
         config, step = export.config, reading.step
+        await self._state.ram_gate.quiet()
         chosen: list[tuple[str | None, Sequence[str] | None]]
         if config.part is not None:
             chosen = [(config.part, [config.part])]
@@ -275,6 +276,7 @@ class Exporter:
             except Exception as error:
                 raise mapped(error, to) from error
 
+        await self._state.ram_gate.quiet()
         running = on_own_thread(f"export {export.config.name}", work)
         running.add_done_callback(note)  # of one that is given up, nobody asks how it ended
         try:

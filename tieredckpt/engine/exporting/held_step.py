@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,8 +19,9 @@ import numpy.typing as npt
 from tieredckpt._batches import batches
 from tieredckpt.blobs.mapping import private_memory
 from tieredckpt.engine import limits
-from tieredckpt.engine.exporting.content import Arrays, StepContent
+from tieredckpt.engine.exporting.content import Arrays, Dtypes, StepContent
 from tieredckpt.engine.inventory import ArrayInfo, StepDetails
+from tieredckpt.engine.restoring.pieces import CastTarget, Target
 from tieredckpt.engine.restoring.reader import fill
 from tieredckpt.engine.restoring.restore import Repair
 from tieredckpt.engine.restoring.source import StepSource
@@ -38,15 +40,17 @@ __all__ = ["HeldStep", "Parts", "Reading", "StepLeft", "new_parts"]
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
-Targets = Mapping[str, npt.NDArray[Any]]
 
-Parts = tuple[Bytes, Bytes]
+_AHEAD = 2
+"""Parts that are read, one after the other, while one is written: threads do not wait for the format between them."""
+
+Parts = tuple[Bytes, ...]
 """Memory for what is read."""
 
 
 def new_parts() -> Parts:
     """Memory for `HeldStep`, for use by one after the other: new memory costs more than the copy to it."""
-    return private_memory(limits.in_force.export_part), private_memory(limits.in_force.export_part)
+    return tuple(private_memory(limits.in_force.export_part) for _ in range(_AHEAD + 1))
 
 
 _ALIGNMENT = 64
@@ -76,10 +80,10 @@ class Reading:
         async with self._turn:
             return (await self._open()).index
 
-    async def fill(self, targets: Targets) -> dict[str, int]:
-        """See `tieredckpt.engine.restoring.reader.fill`; not while a save copies."""
-        await self._state.ram_gate.quiet()
+    async def fill(self, targets: Mapping[str, Target]) -> dict[str, int]:
+        """See `tieredckpt.engine.restoring.reader.fill`; not while a training waits for a save."""
         async with self._turn:
+            await self._state.ram_gate.quiet()
             source = await self._open()
             found = await fill(self._state, source, targets)
             damage, source.damage = source.damage, []
@@ -133,7 +137,17 @@ class _Target(NamedTuple):
     name: str
     """As `fill` takes it."""
     shape: tuple[int, ...]
-    nbytes: int
+    dtype: np.dtype[Any]
+    """In which it is wanted."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def filling(self, array: npt.NDArray[Any]) -> Target:
+        """What fills an array of that shape and dtype."""
+        stored = dtype_from_name(self.info.dtype)
+        return array if stored == self.dtype else CastTarget(array, stored)
 
 
 class HeldStep(StepContent):
@@ -148,6 +162,8 @@ class HeldStep(StepContent):
         loop: of the engine.
         memory: for what is read; what is left of it is `memory` when the format has written.
     """
+
+    compared = False
 
     def __init__(
         self,
@@ -183,42 +199,44 @@ class HeldStep(StepContent):
             self._gives(array.nbytes)
             yield info, array
 
-    def pieces(self, arrays: Sequence[ArrayInfo] | None = None) -> Arrays:
-        """See `StepContent.pieces`."""
-        targets = self._targets(self.arrays if arrays is None else arrays)
+    def pieces(self, arrays: Sequence[ArrayInfo] | None = None, dtypes: Dtypes = MappingProxyType({})) -> Arrays:
+        """See `StepContent.pieces`. Arrays are cast by the threads that read them."""
+        targets = self._targets(self.arrays if arrays is None else arrays, dtypes)
         parts = batches(targets, lambda target: _aligned(target.nbytes), limits.in_force.export_part)
         mine, self.memory = self.memory or new_parts(), None
         memory = deque(mine)
 
-        def begin() -> tuple[list[_Target], dict[str, npt.NDArray[Any]], concurrent.futures.Future[Any]] | None:
-            part = next(parts, None)
-            if part is None:
-                return None
-            placed = _placed(part, memory[0])
-            memory.rotate()
-            return part, placed, self._begin(self._reading.fill(placed))
+        coming: deque[tuple[list[_Target], dict[str, npt.NDArray[Any]], concurrent.futures.Future[Any]]] = deque()
 
-        coming = begin()
-        while coming is not None:
-            part, placed, reading = coming
+        def begin() -> None:
+            if (part := next(parts, None)) is not None:
+                placed = _placed(part, memory[0])
+                memory.rotate()
+                wanted = {target.name: target.filling(placed[target.name]) for target in part}
+                coming.append((part, placed, self._begin(self._reading.fill(wanted))))
+
+        for _ in range(_AHEAD):
+            begin()
+        while coming:
+            part, placed, reading = coming.popleft()
             self.sources.update(self._end(reading))
-            coming = begin()
+            begin()
             self._gives(sum(target.nbytes for target in part))
             for target in part:
                 yield target.info, placed[target.name].reshape(-1)
         self.memory = mine
 
-    def _targets(self, arrays: Sequence[ArrayInfo]) -> Iterator[_Target]:
+    def _targets(self, arrays: Sequence[ArrayInfo], dtypes: Dtypes) -> Iterator[_Target]:
         for info in arrays:
-            itemsize = dtype_from_name(info.dtype).itemsize
-            nbytes = prod(info.shape) * itemsize
-            if nbytes <= limits.in_force.export_part:
-                yield _Target(info, info.key, info.shape, nbytes)
+            dtype = dtypes.get(info.key, dtype_from_name(info.dtype))
+            whole = _Target(info, info.key, info.shape, dtype)
+            if whole.nbytes <= limits.in_force.export_part:
+                yield whole
                 continue
-            grid = _cut(self._index, info.key, info.shape, itemsize)
+            grid = _cut(self._index, info.key, info.shape, dtype.itemsize)
             for cell in grids.cells(grid):
                 box = grids.cell_box(grid, cell.index)
-                yield _Target(info, block_key(info.key, box.offset), box.shape, box.size * itemsize)
+                yield _Target(info, block_key(info.key, box.offset), box.shape, dtype)
 
     # -- the engine's loop, from the thread ----------------------------------------------------------------
 
@@ -263,10 +281,13 @@ class HeldStep(StepContent):
 
 
 def _cut(index: StepIndex, key: str, shape: tuple[int, ...], itemsize: int) -> Grid:
-    """Ranges of an array that are read together; where it is stored whole, of whole chunks, for each is verified."""
+    """Ranges of an array that are read together, of items of so many bytes.
+
+    Where it is stored whole they are whole chunks, for each is verified.
+    """
     blocks = index.blocks(key)
     if len(blocks) == 1 and (stored := index.arrays[blocks[0][1]].grid).shape == shape:
-        times = limits.in_force.export_part // max(1, stored.cell_nbytes)
+        times = limits.in_force.export_part // max(1, prod(stored.cell) * itemsize)
         if stored.contiguous and times:
             axis = next((axis for axis, size in enumerate(stored.cell) if size > 1), len(shape) - 1)
             height = min(stored.cell[axis] * times, shape[axis])
@@ -279,7 +300,7 @@ def _placed(part: list[_Target], memory: Bytes) -> dict[str, npt.NDArray[Any]]:
     at = 0
     for target in part:
         flat = memory[at : at + target.nbytes]
-        found[target.name] = flat.view(dtype_from_name(target.info.dtype)).reshape(target.shape)
+        found[target.name] = flat.view(target.dtype).reshape(target.shape)
         at += _aligned(target.nbytes)
     return found
 

@@ -15,6 +15,7 @@ from tieredckpt.engine.restoring.inlet import DeviceOverlap, Inlet
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import grid as grids
 from tieredckpt.format.boxes import Box, Boxes
+from tieredckpt.format.casts import cast
 from tieredckpt.format.digest import digest_each
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import cells
@@ -23,7 +24,7 @@ from tieredckpt.format.manifest import Chunk, StepIndex
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree.device_target import DeviceTarget
 
-__all__ = ["NOTHING", "Form", "Overlap", "Piece", "Target", "box_of", "deliver", "pieces_of", "put_small"]
+__all__ = ["NOTHING", "CastTarget", "Form", "Overlap", "Piece", "Target", "box_of", "deliver", "pieces_of", "put_small"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -31,7 +32,30 @@ NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 """Target of a chunk of which no byte is wanted."""
 
 
-Target = npt.NDArray[Any] | DeviceTarget
+@dataclass(frozen=True, slots=True)
+class CastTarget:
+    """An array, or a box of one, in another dtype than the stored one: see `tieredckpt.format.casts.cast`."""
+
+    array: npt.NDArray[Any]
+    dtype: np.dtype[Any]
+    """As it is stored."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def size(self) -> int:
+        """Items."""
+        return self.array.size
+
+    @property
+    def nbytes(self) -> int:
+        """As it is stored."""
+        return self.size * self.dtype.itemsize
+
+
+Target = npt.NDArray[Any] | DeviceTarget | CastTarget
 """Memory that an array of a step is read into."""
 
 
@@ -46,18 +70,26 @@ class Form(NamedTuple):
 class Overlap:
     """Some items of a chunk, and their target."""
 
+    key: str
+    """Of the array, for people."""
     cell: tuple[int, ...]
     """Shape of the chunk's cell."""
     items: tuple[slice, ...]
+    dtype: np.dtype[Any]
+    """As they are stored."""
     target: npt.NDArray[Any]
 
     @property
     def nbytes(self) -> int:
-        return self.target.nbytes
+        return self.target.size * self.dtype.itemsize
 
     def copy(self, memory: Bytes) -> None:
-        """Take them from the chunk, all of which is in ``memory``."""
-        np.copyto(self.target, memory.view(self.target.dtype).reshape(self.cell)[self.items])
+        """Take them from the chunk, all of which is in ``memory``. Raises as `cast` where the target is a cast."""
+        items = _part(memory.view(self.dtype).reshape(self.cell), self.items)
+        if self.dtype == self.target.dtype:
+            np.copyto(self.target, items)
+        else:
+            cast(self.key, items, self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +167,7 @@ def put_small(index: StepIndex, targets: Mapping[str, Target]) -> tuple[dict[str
     chunks: list[Chunk] = []
     arrays = map(index.arrays.get, targets)
     for (name, target), array in zip(targets.items(), arrays, strict=True):
-        if array is None or len(array.chunks) != 1 or isinstance(target, DeviceTarget):
+        if array is None or len(array.chunks) != 1 or not isinstance(target, np.ndarray):
             continue
         grid, chunk = array.grid, array.chunks[0]
         if type(chunk.where) is bytes and grid.cell == grid.shape == target.shape and array.dtype == target.dtype:
@@ -175,7 +207,7 @@ def pieces_of(index: StepIndex, targets: Mapping[str, Target], inlet: Inlet) -> 
     for name, target in targets.items():
         array = index.arrays.get(name)
         whole = array if array is not None and array.grid.shape == target.shape and array.grid.contiguous else None
-        if whole is not None and not isinstance(target, DeviceTarget):
+        if whole is not None and isinstance(target, np.ndarray):
             flat = _flat(target)
             nbytes = whole.grid.cell_nbytes
             for ordinal, (cell, chunk) in enumerate(zip(cells(whole.grid), whole.chunks, strict=True)):
@@ -207,7 +239,7 @@ class _Stored:
 
 
 def _overlapping(index: StepIndex, of: _Stored, box: Box, target: Target, inlet: Inlet) -> Iterator[Piece]:
-    flat = None if isinstance(target, DeviceTarget) else _flat(target)
+    flat = _flat(target) if isinstance(target, np.ndarray) else None
     found = 0
     for block, stored, part in of.meeting(box):
         found += part.size
@@ -229,7 +261,8 @@ def _overlapping(index: StepIndex, of: _Stored, box: Box, target: Target, inlet:
                 if isinstance(target, DeviceTarget):
                     overlap = inlet.overlap(of.key, grid.cell, items, target, there.slices(), nbytes)
                 else:
-                    overlap = Overlap(grid.cell, items, target[there.slices()])
+                    memory = target.array if isinstance(target, CastTarget) else target
+                    overlap = Overlap(of.key, grid.cell, items, target.dtype, _part(memory, there.slices()))
                 yield Piece(stored, ordinal, grid.cell_nbytes, array.chunks[ordinal], NOTHING, (overlap,))
     if found != target.size:
         raise NotFound(
@@ -252,8 +285,15 @@ def _both(one: Piece, other: Piece) -> Piece:
     direct, second = (one, other) if one.target.size else (other, one)
     overlaps = direct.overlaps + second.overlaps
     if second.target.size:
-        overlaps += (Overlap((second.nbytes,), (slice(second.target.size),), second.target),)
+        memory = second.target
+        overlaps += (Overlap(second.array, (second.nbytes,), (slice(memory.size),), memory.dtype, memory),)
     return Piece(one.key, one.ordinal, one.nbytes, one.chunk, direct.target, overlaps)
+
+
+def _part(array: npt.NDArray[Any], items: tuple[slice, ...]) -> npt.NDArray[Any]:
+    """Items as an array, also of an array without dimensions."""
+    found: npt.NDArray[Any] = array[(*items, ...)]  # type: ignore[arg-type]  # NumPy's stubs know no ellipsis in a tuple
+    return found
 
 
 def _flat(target: npt.NDArray[Any]) -> Bytes:

@@ -29,6 +29,7 @@ from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailabl
 from tieredckpt.format.digest import digest
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import Chunk, StepId, StepRecord
+from tieredckpt.tree.device_target import Filled
 
 __all__ = ["Read", "fill", "read_pieces"]
 
@@ -49,7 +50,7 @@ class Read:
 
     id: StepId
     record: StepRecord
-    arrays: dict[str, Target]
+    arrays: dict[str, Filled]
     sources: dict[str, int]
 
 

@@ -18,7 +18,7 @@ from tieredckpt.devices.base import Device, Driver, Stream
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.lookup import Wanted, copies
-from tieredckpt.engine.restoring.pieces import Form, Target
+from tieredckpt.engine.restoring.pieces import Form
 from tieredckpt.engine.restoring.reader import Read, fill
 from tieredckpt.engine.restoring.restored import Restored
 from tieredckpt.engine.restoring.source import ChosenStep, Damage, StepSource
@@ -34,7 +34,7 @@ from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.format.structure import Node, array_nodes
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import MadeAs, device_view, load_kinds, writable_arrays, writable_part
-from tieredckpt.tree.device_target import DeviceTarget
+from tieredckpt.tree.device_target import DeviceTarget, Filled
 from tieredckpt.tree.flatten import plain_tree, unflatten
 from tieredckpt.tree.form import Flattener, Refill
 from tieredckpt.tree.leaf import ArrayLeaf, array_spec
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("tieredckpt")
 
-Arrays = Mapping[str, Target]
+Arrays = Mapping[str, Filled]
 Unreadable = Sequence[tuple[Tier, TieredCkptError]]
 """Tiers whose index of a step could not be read."""
 Repair = Callable[[StepId, Sequence[Damage], Unreadable], None]
@@ -297,7 +297,7 @@ class Restorer:
         if found is None:
             return None
         index, views = found
-        arrays: dict[str, Target] = {**views}
+        arrays: dict[str, Filled] = {**views}
         check = partial(self._check_views, step, index, views)
         sources = {self._state.tiers[0].name: sum(array.nbytes for array in arrays.values())}
         rest = {name: form for name, form in forms.items() if name not in arrays}
@@ -356,7 +356,7 @@ def _fit(
     return wanted, fitted, forms, _Fillable({}, new, shape.streams)
 
 
-def _given(leaves: Sequence[ArrayLeaf], streams: Mapping[Device, Stream]) -> dict[str, Target]:
+def _given(leaves: Sequence[ArrayLeaf], streams: Mapping[Device, Stream]) -> dict[str, Filled]:
     """The memory of the caller's arrays, by key. Raises `Invalid` for one that cannot be filled."""
     if (arrays := writable_arrays(leaves)) is not None:
         return dict(arrays)
@@ -369,7 +369,7 @@ def _given(leaves: Sequence[ArrayLeaf], streams: Mapping[Device, Stream]) -> dic
 class _Fillable:
     """Targets that are filled beside new arrays of the host."""
 
-    given: Mapping[str, Target]
+    given: Mapping[str, Filled]
     like: Mapping[str, ArrayLeaf]
     """Examples of new arrays on devices."""
     streams: Mapping[Device, Stream]
@@ -378,9 +378,9 @@ class _Fillable:
 
 def _targets(
     step: StepId, forms: Mapping[str, Form], fillable: _Fillable | None, index: StepIndex
-) -> dict[str, Target]:
+) -> dict[str, Filled]:
     """The arrays to fill from a step of that index: those that were given, and new ones."""
-    found: dict[str, Target] = {**empty_targets(step, forms)}
+    found: dict[str, Filled] = {**empty_targets(step, forms)}
     if fillable is not None:
         check_memory(index, fillable.given)
         found |= fillable.given

@@ -18,7 +18,7 @@ from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.boxes import Boxes
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.tree.arrays import device_view
-from tieredckpt.tree.device_target import DeviceTarget
+from tieredckpt.tree.device_target import DeviceTarget, Filled
 from tieredckpt.tree.leaf import ArrayLeaf
 from tieredckpt.units import format_size
 
@@ -87,7 +87,7 @@ def check_targets(index: StepIndex, targets: Mapping[str, Target], tier: str) ->
             )
 
 
-def check_memory(index: StepIndex, targets: Mapping[str, Target]) -> None:
+def check_memory(index: StepIndex, targets: Mapping[str, Filled]) -> None:
     """Raise `Invalid` if two targets share memory, unless it is all of both and the step has the same bytes for them.
 
     Tied arrays may be given where they were equal when they were saved. The targets are C-contiguous.
@@ -109,14 +109,14 @@ def check_memory(index: StepIndex, targets: Mapping[str, Target]) -> None:
             )
 
 
-def _span(target: Target) -> tuple[str, int, int]:
+def _span(target: Filled) -> tuple[str, int, int]:
     """The memory that a target lies in, and its first and last address there."""
     if isinstance(target, DeviceTarget):
         return target.span
     return "", target.ctypes.data, target.ctypes.data + target.nbytes
 
 
-def _content(index: StepIndex, name: str, target: Target) -> Hashable:
+def _content(index: StepIndex, name: str, target: Filled) -> Hashable:
     """Identify the bytes that the step has for a target: the blocks of its array that overlap it, and their digests."""
     key, box = box_of(name, target.shape)
     blocks = index.blocks(key)
@@ -125,6 +125,6 @@ def _content(index: StepIndex, name: str, target: Target) -> Hashable:
     return tuple((block, array.grid, tuple(chunk.digest for chunk in array.chunks)) for block, array in arrays)
 
 
-def _shown(name: str, target: Target) -> str:
+def _shown(name: str, target: Filled) -> str:
     key, box = box_of(name, target.shape)
     return f"leaf {key!r}" if key == name else f"the piece of leaf {key!r} at {list(box.offset)}"

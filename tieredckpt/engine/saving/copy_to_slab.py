@@ -76,12 +76,13 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
             await wait_for_room(state, collector, tier, partial(has_room, slab, need))
         elif slab.spare < need and not slab.awaits_memory:
             await state.ram_gate.make_readers_yield(must=False)
-            await _evict_and_not_grow(collector, tier)
+            with state.ram_gate.saving():
+                await _evict_and_not_grow(collector, tier)
         slab.expect(2 * need, at_least=need)  # for two snapshots, so that later saves wait for no memory
         if slab.spare < need:  # what is there is filled meanwhile
             state.pool.submit(_grow, slab, slab.used + need, lambda: not ended.is_set())
         while snapshot.pending:
-            with state.ram_gate.copying():
+            with state.ram_gate.saving():
                 await copy_cells(state, snapshot, index)
             if snapshot.full:
                 if _size(snapshot) > slab.capacity:  # what was unchanged has left, or the slab could not grow
@@ -135,8 +136,9 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
     """
     when_full = state.config.when_full
     patience = time.monotonic() + limits.in_force.wait_for_room
-    if await collector.make_room(tier, enough):
-        return
+    with state.ram_gate.saving():
+        if await collector.make_room(tier, enough):
+            return
     await state.ram_gate.make_readers_yield(must=True)
     while not await collector.make_room(tier, enough):
         left = patience - time.monotonic()

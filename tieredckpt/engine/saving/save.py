@@ -140,7 +140,8 @@ class Writer:
             tier = None
             try:
                 while tier is None:
-                    snapshot, seen, frozen = await self._snapshot(flat)
+                    with state.ram_gate.saving():
+                        snapshot, seen, frozen = await self._snapshot(flat)
                     try:
                         call = identity, flat, metrics, moment
                         tier, record, arrays = await self._save_once(snapshot, *call, refusals)
@@ -198,6 +199,7 @@ class Writer:
                 await moment.copied(snapshot, located)
                 index = partial(self._index, identity, flat, snapshot, metrics, located)
                 if tier.in_memory:  # where the hand-over from thread to thread would take a good part of a commit
+                    until_committed.enter_context(self._state.ram_gate.saving())
                     index = partial(_index_and_encode, index, tier, commit_file.free_btree_key(tier, identity))
                 record, arrays, stored, encoded = await self._in_pool(index)
                 with attributed(tier):

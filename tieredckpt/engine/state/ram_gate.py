@@ -1,4 +1,4 @@
-"""The gate before RAM: work that can wait pauses while a save copies, and readers of RAM give way to it."""
+"""The gate before RAM: work that can wait pauses while a training waits for a save, and readers of RAM give way."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class GiveWay(Protocol):
 class RamGate:
     """Lets saves pass before exports. Touched on the engine's loop alone."""
 
-    _copied: Notification = field(default_factory=Notification)
-    """Notified when a save has copied its tree: who promotes is not woken by that, beside a save that goes on."""
-    _copying: int = 0
-    """How many saves copy to RAM at present."""
+    _passed: Notification = field(default_factory=Notification)
+    """Notified when a save goes on without the gate: who promotes is not woken by that, beside a save that goes on."""
+    _saving: int = 0
+    """How many saves have closed the gate."""
     _readers: list[GiveWay] = field(default_factory=list)
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Make callers of `quiet` wait while the block copies a tree, for which a training waits."""
-        self._copying += 1
+    def saving(self) -> Iterator[None]:
+        """Make callers of `quiet` wait while the block does for a save what a training waits for, and nothing else."""
+        self._saving += 1
         try:
             yield
         finally:
-            self._copying -= 1
-            self._copied.notify()
+            self._saving -= 1
+            self._passed.notify()
 
     async def quiet(self) -> None:
-        """Return when no save copies to RAM."""
-        await self._copied.until(lambda: not self._copying)
+        """Return when no save closes the gate: none plans, copies to RAM, or commits there."""
+        await self._passed.until(lambda: not self._saving)
 
     @contextmanager
     def yielding(self, give_way: GiveWay) -> Iterator[None]:

@@ -22,7 +22,11 @@ from tieredckpt.config.formats import GROUP
 from tieredckpt.engine import limits
 from tieredckpt.engine.exporting import held_step
 from tieredckpt.engine.exporting.held_step import Reading
+from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.promoting import copy_step
+from tieredckpt.engine.saving import copy_to_slab
+from tieredckpt.engine.saving.save import Writer
+from tieredckpt.engine.tier import commit_file
 from tieredckpt.events import Event, ExportFailed, StepExported
 from tieredckpt.interchange.safetensors import SAFETENSORS
 
@@ -90,8 +94,8 @@ class Paused:
         def stream(step: Any, files: Any, **options: Any) -> Any:
             pieces = step.pieces
 
-            def slowly(arrays: Any) -> Any:
-                for at, piece in enumerate(pieces(arrays)):
+            def slowly(*arguments: Any) -> Any:
+                for at, piece in enumerate(pieces(*arguments)):
                     yield piece
                     if not at:
                         self.begun.set()
@@ -326,7 +330,7 @@ def test_a_save_does_not_wait_for_the_memory_of_a_step_that_is_exported(
     store = open_store(
         ram={"capacity": "8 MiB"}, hf={"format": "safetensors", "when": {"kind": "every_n_steps", "n": 10}}
     )
-    limit(monkeypatch, export_part=1 << 20)  # two arrays, so that most are read after the pause
+    limit(monkeypatch, export_part=1 << 19)  # one array, so that most are read after the pause
     read_from = read_tiers(monkeypatch)
     ckpt = store.save(10, large(10))
     ckpt.reached("disk")
@@ -369,7 +373,7 @@ def test_a_save_that_waits_for_a_promotion_does_not_wait_for_an_export_that_bega
 ) -> None:
     """RAM has room for one step, which is to come to the disk first. It is exported, let go for the save, and exported
     again: that lets it go, too."""
-    limit(monkeypatch, export_part=1 << 20)  # two arrays, so that most are read after a pause
+    limit(monkeypatch, export_part=1 << 19)  # one array, so that most are read after a pause
     promote, gave_way = threading.Event(), threading.Event()
     pauses = [(threading.Event(), threading.Event()) for _ in range(2)]
     attempts: list[int] = []
@@ -381,8 +385,8 @@ def test_a_save_that_waits_for_a_promotion_does_not_wait_for_an_export_that_bega
         attempts.append(1)
         pieces = step.pieces
 
-        def paused(arrays: Any) -> Any:
-            for at, piece in enumerate(pieces(arrays)):
+        def paused(*arguments: Any) -> Any:
+            for at, piece in enumerate(pieces(*arguments)):
                 yield piece
                 if not at:
                     begun.set()
@@ -441,13 +445,13 @@ def test_an_export_reads_nothing_while_a_save_copies(
     fill = held_step.fill
 
     async def watched(*arguments: Any) -> Any:
-        seen.append(state.ram_gate._copying)
+        seen.append(state.ram_gate._saving)
         return await fill(*arguments)
 
     monkeypatch.setattr(held_step, "fill", watched)
 
     async def copy(until: asyncio.Event) -> None:
-        with state.ram_gate.copying():
+        with state.ram_gate.saving():
             await until.wait()
 
     async def begin() -> tuple[asyncio.Event, asyncio.Task[None]]:
@@ -468,6 +472,34 @@ def test_an_export_reads_nothing_while_a_save_copies(
     assert copying.done()
     assert set(seen) == {0}
     assert names(tmp_path / "out") == ["step-1"]
+
+
+def test_a_save_closes_the_gate_while_it_plans_makes_room_copies_and_commits(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export that reads in between delays what comes next."""
+    store = open_store(ram={"capacity": "4 MiB"})
+    gate = store._life.engine.state.ram_gate
+    seen: dict[str, set[int]] = {}
+    for owner, name in (
+        (Writer, "_planned_snapshot"),
+        (Collector, "make_room"),
+        (copy_to_slab, "copy_cells"),
+        (commit_file, "encode_now"),
+    ):
+        function = getattr(owner, name)
+
+        def watched(*arguments: Any, function: Any = function, name: str = name) -> Any:
+            if name != "encode_now" or arguments[0].in_memory:
+                seen.setdefault(name, set()).add(gate._saving)
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, watched)
+    for step in range(4):
+        store.save(step, {"w": np.arange(320_000) + step})  # RAM has room for one
+    assert 1 in seen.pop("make_room")  # and open where it waits for a promotion, which an export need not
+    assert seen == {name: {1} for name in ("_planned_snapshot", "copy_cells", "encode_now")}
+    assert gate._saving == 0
 
 
 def test_an_export_that_hangs_blocks_neither_flush_nor_eviction_nor_the_others(

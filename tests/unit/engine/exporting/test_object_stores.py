@@ -140,9 +140,9 @@ def test_an_export_that_does_not_end_leaves_no_parts_of_a_file(
     def ending(step: Any, files: Any, **options: Any) -> Any:
         pieces = step.pieces
 
-        def some(arrays: Any) -> Any:
+        def some(*arguments: Any) -> Any:
             sent = 0
-            for info, piece in pieces(arrays):
+            for info, piece in pieces(*arguments):
                 yield info, piece
                 sent += piece.nbytes
                 if sent > 64 << 20:  # of which parts are there by then
