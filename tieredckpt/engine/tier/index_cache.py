@@ -15,8 +15,8 @@ from tieredckpt.format.ocdbt import Extent
 __all__ = ["RecentIndexes", "packs_of", "unique_extents"]
 
 _KEPT = 8
-_KEPT_BYTES = 1 << 20
-"""Of index files; indexes beyond `_KEPT` are kept while all together take no more, as objects some ten times that.
+_KEPT_BYTES = 4 << 20
+"""Of index files; more indexes than `_KEPT` are kept while all together take no more than that, decoded a few times it.
 
 A save evicts steps from RAM, oldest first, while the training waits: to read an index again takes milliseconds.
 """
