@@ -82,12 +82,17 @@ class Reading:
 
     async def fill(self, targets: Mapping[str, Target]) -> dict[str, int]:
         """See `tieredckpt.engine.restoring.reader.fill`; not while a training waits for a save."""
-        async with self._turn:
-            await self._state.ram_gate.quiet()
-            source = await self._open()
-            found = await fill(self._state, source, targets)
-            damage, source.damage = source.damage, []
-            unreadable, source.unreadable = source.unreadable, []
+        gate = self._state.ram_gate
+        found: dict[str, int] | None = None
+        while found is None:
+            await gate.quiet()  # without the turn, which a save needs that waits for the step's memory
+            async with self._turn:
+                if gate.is_closed:
+                    continue
+                source = await self._open()
+                found = await fill(self._state, source, targets)
+                damage, source.damage = source.damage, []
+                unreadable, source.unreadable = source.unreadable, []
         if damage or unreadable:
             self._repair(self.step, damage, unreadable)
         return found
@@ -95,6 +100,8 @@ class Reading:
     async def _open(self) -> StepSource:
         if self._ended:  # a thread that was left behind asks once more, and nobody would let go of the step
             raise Closed("the export was given up")
+        if self._not_from_ram and self._source is not None and self._source.tier.in_memory:
+            await self._release()  # a save waits for that, behind reads that were asked for before
         if self._source is None:
             only = self._other_than_ram() if self._not_from_ram else None
             if self._not_from_ram and only is None:
@@ -125,9 +132,12 @@ class Reading:
     async def _let_go(self) -> None:
         """Release the tier; the next read opens it anew."""
         async with self._turn:
-            self._source = None
-            await self._pinned.aclose()
-            self._pinned = AsyncExitStack()
+            await self._release()
+
+    async def _release(self) -> None:
+        self._source = None
+        await self._pinned.aclose()
+        self._pinned = AsyncExitStack()
 
 
 class _Target(NamedTuple):
@@ -180,6 +190,8 @@ class HeldStep(StepContent):
         """None while pieces are in it, and from then on if not all of them were asked for: they may still be read."""
         self._reading, self._structure, self._index, self._loop = reading, structure, index, loop
         self._asked: set[concurrent.futures.Future[Any]] = set()
+        self._awaited: concurrent.futures.Future[Any] | None = None
+        """The one of `_asked` that the thread waits for."""
         self._ended = threading.Event()
         self._given, self._given_at = 0, time.monotonic()
         """Bytes that the format was given at a time, at most, and when it was given some last."""
@@ -252,11 +264,13 @@ class HeldStep(StepContent):
         return asked
 
     def _end(self, asked: concurrent.futures.Future[T]) -> T:
+        self._awaited = asked
         try:
             return asked.result()
         except concurrent.futures.CancelledError as error:
             raise Closed("the export was given up") from error
         finally:
+            self._awaited = None
             self._asked.discard(asked)
 
     def _gives(self, nbytes: int) -> None:
@@ -264,7 +278,7 @@ class HeldStep(StepContent):
 
     def hangs_in(self) -> float:
         """Seconds until the format counts as hanging: it has asked for nothing since it was given what it writes."""
-        if not all(asked.done() for asked in tuple(self._asked)):
+        if self._awaited is not None:
             return limits.in_force.export_silence  # it waits for tiers, which have limits of their own
         writing = self._given / limits.in_force.export_rate + self._unflushed / limits.in_force.export_flush_rate
         return self._given_at + limits.in_force.export_silence + writing - time.monotonic()

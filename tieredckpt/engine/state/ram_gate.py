@@ -39,9 +39,14 @@ class RamGate:
             self._saving -= 1
             self._passed.notify()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether a save plans, copies to RAM, or commits there."""
+        return self._saving > 0
+
     async def quiet(self) -> None:
-        """Return when no save closes the gate: none plans, copies to RAM, or commits there."""
-        await self._passed.until(lambda: not self._saving)
+        """Return when no save closes the gate."""
+        await self._passed.until(lambda: not self.is_closed)
 
     @contextmanager
     def yielding(self, give_way: GiveWay) -> Iterator[None]:

@@ -14,9 +14,10 @@ from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["RecentIndexes", "packs_of", "unique_extents"]
 
-_KEPT = 8
+_KEPT, _KEPT_AT_MOST = 8, 64
 _KEPT_BYTES = 4 << 20
-"""Of index files; more indexes than `_KEPT` are kept while all together take no more than that, decoded a few times it.
+"""Of index files; more indexes than `_KEPT`, at most `_KEPT_AT_MOST`, are kept while all take no more than that
+together. Decoded they take several times as much.
 
 A save evicts steps from RAM, oldest first, while the training waits: to read an index again takes milliseconds.
 """
@@ -41,8 +42,11 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         """Keep an index; those that were not used for longest may go."""
         self[step] = index
         self.move_to_end(step)
-        while len(self) > _KEPT and sum(self.nbytes.get(each, _KEPT_BYTES) for each in self) > _KEPT_BYTES:
+        while len(self) > _KEPT and (len(self) > _KEPT_AT_MOST or self._kept_bytes() > _KEPT_BYTES):
             self.popitem(last=False)
+
+    def _kept_bytes(self) -> int:
+        return sum(self.nbytes.get(each, _KEPT_BYTES) for each in self)
 
     @contextmanager
     def rereading(self, step: StepId) -> Iterator[StepIndex | None]:
