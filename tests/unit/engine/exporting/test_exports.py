@@ -575,6 +575,33 @@ def test_nothing_is_read_for_an_export_that_has_ended(open_store: Open) -> None:
     store._run(late())
 
 
+def test_a_save_gets_the_memory_of_a_step_whose_reads_wait_for_the_save(open_store: Open) -> None:
+    """Else it would wait for reads that wait for it; they go on from the next tier."""
+    store = open_store()
+    store.save(1, tree())
+    store.flush()
+    state = store._life.engine.state
+    (step,) = state.records()
+
+    async def read_beside_a_save() -> None:
+        reading = Reading(state, step, lambda *_: None)
+        await reading.index()
+        assert [bool(tier.steps.pins) for tier in state.tiers] == [True, False]
+        with state.ram_gate.saving():
+            wanted = [np.empty(10, np.int64) for _ in range(2)]
+            reads = [asyncio.ensure_future(reading.fill({"params/b": array})) for array in wanted]
+            await asyncio.sleep(0)  # both wait for the gate
+            await asyncio.wait_for(reading.give_way(must=True), 60)
+            assert not state.tiers[0].steps.pins
+            assert not any(read.done() for read in reads)
+        await asyncio.gather(*reads)
+        assert all((array == wanted[0]).all() for array in wanted)
+        assert [bool(tier.steps.pins) for tier in state.tiers] == [False, True]
+        await reading.close()
+
+    store._run(read_beside_a_save())
+
+
 def test_what_was_put_in_the_place_of_an_export_is_neither_replaced_nor_deleted(
     open_store: Open, tmp_path: Path
 ) -> None:
