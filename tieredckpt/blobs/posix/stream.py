@@ -17,8 +17,8 @@ import numpy as np
 
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.mapping import private_memory
-from tieredckpt.blobs.posix.threads import Threads
 from tieredckpt.blobs.posix.transfer import O_DIRECT, Bytes, Stop, write_batch
+from tieredckpt.concurrency import begun_on_own_thread
 from tieredckpt.format.digest import copy_and_digest
 
 __all__ = ["Blocks", "StreamedFile", "new_blocks", "new_file"]
@@ -42,7 +42,6 @@ class StreamedFile:
 
     def __init__(self, fd: int, stop: Stop, blocks: Blocks) -> None:
         self._fd, self._stop = fd, stop
-        self._threads = Threads(_IN_FLIGHT, "file", "an export")
         self._filling, *free = blocks
         self._free = deque(free)
         self._used = 0
@@ -69,8 +68,9 @@ class StreamedFile:
     def _hand_over(self, nbytes: int) -> None:
         while len(self._writing) >= _IN_FLIGHT:
             self._wait()
+        # Not of a pool, for which an exiting process waits also if it hangs in the device.
         block = self._filling[:nbytes]
-        writing = self._threads.submit_anyway(write_batch, self._fd, [block], self._position, self._stop)
+        writing = begun_on_own_thread("file", write_batch, self._fd, [block], self._position, self._stop)
         self._writing.append((self._filling, writing))
         self._position += nbytes
         self._filling, self._used = self._free.popleft(), 0
