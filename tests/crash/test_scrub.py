@@ -25,7 +25,7 @@ from tieredckpt.blobs.ram.owner import write_owner
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.cli.app import app
 from tieredckpt.config import to_toml
-from tieredckpt.engine.repairing.repair import Scan
+from tieredckpt.engine.repairing.check import Scan
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.events import ChunkRepaired

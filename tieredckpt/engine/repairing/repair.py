@@ -5,21 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt._batches import batches
 from tieredckpt.blobs.ram.slab import aligned
-from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.promoting.copy_step import copy_step
+from tieredckpt.engine.repairing.check import Scan, check
 from tieredckpt.engine.restoring.deriving import open_source
-from tieredckpt.engine.restoring.pieces import NOTHING, Piece
-from tieredckpt.engine.restoring.reader import read_pieces
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
@@ -28,11 +23,10 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired
 from tieredckpt.format import layout
-from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Place", "Scan", "Unrepaired", "inspect", "repair_chunks", "repair_index"]
+__all__ = ["Unrepaired", "inspect", "repair_chunks", "repair_index"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -223,74 +217,3 @@ async def _is_unread(tier: Tier, ram: Ram, step: StepId) -> bool:
         return False  # it is unknown who holds a lock on the old extent
     unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
     return unread() and not tier.steps.pins.get(step)
-
-
-async def check(state: State, source: StepSource, scan: Scan) -> None:
-    """Read and verify all of a step on its tier, keeping nothing; records damage.
-
-    What ``scan`` has seen already is not read again.
-    """
-    pieces = [
-        Piece(key, ordinal, array.grid.cell_nbytes, chunk, NOTHING)
-        for key, array in source.index.arrays.items()
-        for ordinal, chunk in enumerate(array.chunks)
-    ]
-    stored = [piece for piece in pieces if isinstance(piece.chunk.where, Extent)]
-    for piece in pieces:
-        if isinstance(piece.chunk.where, bytes) and digest(piece.chunk.where) != piece.chunk.digest:
-            source.note(
-                source.tier,
-                piece.key,
-                piece.chunk,
-                Corrupt(f"bytes of {piece.array!r} in the index are damaged"),
-            )
-    if source.progress is not None:
-        source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
-    # The store digests on threads of its own, and the user has said how many may do so; as many wait for the device.
-    read = partial(read_pieces, state, source, source.tier, digested_reads=2 * state.config.copy_threads)
-    unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
-    for batch in scan.batches((unread[place] for place in sorted(unread)), lambda piece: piece.nbytes):
-        await scan.turn(sum(piece.nbytes for piece in batch))
-        failed = {id(piece) for piece in await read(batch)}
-        if source.silence is not None:
-            return  # what was not read is not known to be damaged
-        scan.intact.update((_place(piece), id(piece) not in failed) for piece in batch)
-    for piece in stored:
-        if not scan.intact[_place(piece)] and unread.get(_place(piece)) is not piece:
-            source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as another step showed"))
-
-
-def _place(piece: Piece) -> Place:
-    extent = piece.extent
-    return extent.path, extent.offset, piece.chunk.digest
-
-
-T = TypeVar("T")
-
-Place = tuple[str, int, bytes]
-"""Place of a chunk: pack, offset and digest."""
-
-_BATCH = 64 << 20
-_BATCH_SECONDS = 0.25
-"""At a bounded rate so much is read at a time, so that others wait no longer."""
-
-
-class Scan:
-    """Progress of one verification of many steps on one tier.
-
-    ``pace`` bounds the bytes read a second.
-    """
-
-    def __init__(self, pace: Pace | None = None) -> None:
-        self._pace = pace or Pace(None)
-        self.intact: dict[Place, bool] = {}
-        """Whether the chunk at each place was intact."""
-
-    def batches(self, items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-        """``items`` of so many bytes each, cut into what is read in one go; an item alone may be more."""
-        limit = _BATCH if self._pace.rate is None else min(_BATCH, self._pace.rate * _BATCH_SECONDS)
-        return batches(items, size, limit)
-
-    async def turn(self, nbytes: int) -> None:
-        """Wait until so many bytes may be read."""
-        await self._pace.take(nbytes)

@@ -8,8 +8,8 @@ from contextlib import suppress
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.opening.scan import pack_table
+from tieredckpt.engine.repairing.check import Scan
 from tieredckpt.engine.repairing.repack import rewrite
-from tieredckpt.engine.repairing.repair import Scan
 from tieredckpt.engine.repairing.verify import Verified, Verifier
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file, step_index

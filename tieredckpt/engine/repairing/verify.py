@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.repairing.repair import Scan, inspect, repair_chunks, repair_index
+from tieredckpt.engine.repairing.check import Scan
+from tieredckpt.engine.repairing.repair import inspect, repair_chunks, repair_index
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier

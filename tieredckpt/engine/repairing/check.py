@@ -1,0 +1,89 @@
+"""Reads and verifies what a tier holds: each extent once, however many steps refer to it, no faster than asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TypeVar
+
+from tieredckpt._batches import batches
+from tieredckpt.blobs.wrap import Pace
+from tieredckpt.engine.restoring.pieces import NOTHING, Piece
+from tieredckpt.engine.restoring.reader import read_pieces
+from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.state import State
+from tieredckpt.errors import Corrupt
+from tieredckpt.format.digest import digest
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["Place", "Scan", "check"]
+
+T = TypeVar("T")
+
+Place = tuple[str, int, bytes]
+"""Place of a chunk: pack, offset and digest."""
+
+_BATCH = 64 << 20
+_BATCH_SECONDS = 0.25
+"""At a bounded rate so much is read at a time, so that others wait no longer."""
+
+
+class Scan:
+    """Progress of one verification of many steps on one tier.
+
+    ``pace`` bounds the bytes read a second.
+    """
+
+    def __init__(self, pace: Pace | None = None) -> None:
+        self._pace = pace or Pace(None)
+        self.intact: dict[Place, bool] = {}
+        """Whether the chunk at each place was intact."""
+
+    def batches(self, items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+        """``items`` of so many bytes each, cut into what is read in one go; an item alone may be more."""
+        limit = _BATCH if self._pace.rate is None else min(_BATCH, self._pace.rate * _BATCH_SECONDS)
+        return batches(items, size, limit)
+
+    async def turn(self, nbytes: int) -> None:
+        """Wait until so many bytes may be read."""
+        await self._pace.take(nbytes)
+
+
+async def check(state: State, source: StepSource, scan: Scan) -> None:
+    """Read and verify all of a step on its tier, keeping nothing; records damage.
+
+    What ``scan`` has seen already is not read again.
+    """
+    pieces = [
+        Piece(key, ordinal, array.grid.cell_nbytes, chunk, NOTHING)
+        for key, array in source.index.arrays.items()
+        for ordinal, chunk in enumerate(array.chunks)
+    ]
+    stored = [piece for piece in pieces if isinstance(piece.chunk.where, Extent)]
+    for piece in pieces:
+        if isinstance(piece.chunk.where, bytes) and digest(piece.chunk.where) != piece.chunk.digest:
+            source.note(
+                source.tier,
+                piece.key,
+                piece.chunk,
+                Corrupt(f"bytes of {piece.array!r} in the index are damaged"),
+            )
+    if source.progress is not None:
+        source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
+    # The store digests on threads of its own, and the user has said how many may do so; as many wait for the device.
+    read = partial(read_pieces, state, source, source.tier, digested_reads=2 * state.config.copy_threads)
+    unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
+    for batch in scan.batches((unread[place] for place in sorted(unread)), lambda piece: piece.nbytes):
+        await scan.turn(sum(piece.nbytes for piece in batch))
+        failed = {id(piece) for piece in await read(batch)}
+        if source.silence is not None:
+            return  # what was not read is not known to be damaged
+        scan.intact.update((_place(piece), id(piece) not in failed) for piece in batch)
+    for piece in stored:
+        if not scan.intact[_place(piece)] and unread.get(_place(piece)) is not piece:
+            source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as another step showed"))
+
+
+def _place(piece: Piece) -> Place:
+    extent = piece.extent
+    return extent.path, extent.offset, piece.chunk.digest
