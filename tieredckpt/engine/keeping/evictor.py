@@ -77,10 +77,10 @@ class Evictor:
         return True
 
     def _gone(self, step: StepId, tier: Tier) -> None:
-        tombstones, records = tier.steps.tombstones, self._state.records()
+        tombstones = tier.steps.tombstones
         tombstones.add(step)
-        if len(tombstones) > len(records):
-            tombstones.intersection_update(records)
+        if len(tombstones) > sum(len(each.steps.held) for each in self._state.tiers):  # to list all steps takes longer
+            tombstones.intersection_update(self._state.records())
         self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
         self._state.changed.notify()
 
