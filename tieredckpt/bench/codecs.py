@@ -140,7 +140,7 @@ def _sum(codec: str, rows: Iterable[CodecRow]) -> CodecRow:
 
 @dataclass(slots=True)
 class RuleRow:
-    """One rule on the arrays that it means; the last row of a tier is of what no rule means."""
+    """Figures of the arrays that one lossy rule names; the last row of a tier has those that no rule names."""
 
     tier: str
     keys: tuple[str, ...]

@@ -253,16 +253,6 @@ def _read_back(path: Path) -> Iterator[tuple[str, bytes]]:
         yield name, content(array)
 
 
-SAFETENSORS = Format(
-    read=_read,
-    stream=_stream,
-    read_back=_read_back,
-    parts=("model", "state_dict"),
-    options=frozenset({"cast", "rename", "shard_size"}),
-    suffix=".safetensors",
-)
-
-
 _WILDCARDS = re.compile(r"\*\*|\*")
 
 
@@ -312,3 +302,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _filled(name: str, parts: Sequence[str]) -> str:
     between = _WILDCARDS.split(name)
     return "".join(text for pair in zip_longest(between, parts, fillvalue="") for text in pair)
+
+
+SAFETENSORS = Format(
+    read=_read,
+    stream=_stream,
+    read_back=_read_back,
+    parts=("model", "state_dict"),
+    options=frozenset({"cast", "rename", "shard_size"}),
+    suffix=".safetensors",
+)
