@@ -7,9 +7,6 @@ Of several ranks each has such a process and its share of the state. They do eve
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +23,7 @@ from tieredckpt.bench.limits import Limits, seconds
 from tieredckpt.bench.peers import peer_named
 from tieredckpt.bench.peers.base import Peer, Session, Setting
 from tieredckpt.bench.peers.ours import Stored
+from tieredckpt.bench.resident import peak_since, resident
 from tieredckpt.bench.workloads import State, Workload, change, fingerprints, of_rank, workload_named
 
 __all__ = ["Part", "Spec", "Turn", "measure", "of_all_ranks"]
@@ -314,44 +312,6 @@ def of_all_ranks(turns: Sequence[Turn]) -> Turn:
         facts={name: (sum if name in _ADDED else max)([turn.facts[name] for turn in turns]) for name in first.facts},
         snapshot=all(turn.snapshot for turn in turns),
     )
-
-
-_SELF = Path("/proc/self")
-
-
-def resident() -> int:
-    """Bytes of memory that this process holds now; its high-water mark begins anew. 0 where /proc cannot tell."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))  # what was freed before would count, for glibc keeps it
-    with contextlib.suppress(OSError):
-        (_SELF / "clear_refs").write_text("5")
-    return _field(_SELF, "VmRSS")
-
-
-def peak_since(before: int) -> int:
-    """Bytes by which this process exceeded ``before`` since `resident`, and what its children hold of their own."""
-    return _field(_SELF, "VmHWM") - before + sum(_field(child, "RssAnon") for child in _children())
-
-
-def _children() -> list[Path]:
-    found: list[Path] = []
-    waiting = [str(os.getpid())]
-    while waiting:
-        for task in Path("/proc", waiting.pop(), "task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                numbers = task.read_text().split()
-                found += [Path("/proc", number) for number in numbers]
-                waiting += numbers
-    return found
-
-
-def _field(process: Path, name: str) -> int:
-    with contextlib.suppress(OSError):
-        for line in (process / "status").read_text().splitlines():
-            if line.startswith(name + ":"):
-                return int(line.split()[1]) << 10
-    return 0
 
 
 if __name__ == "__main__":
