@@ -240,20 +240,30 @@ async def test_a_step_whose_commit_is_damaged_everywhere_is_told_as_damaged_and_
 @example(bad=[(flip_footer, "far"), *((flip_one_chunk, tier) for tier in TIERS)], again=False)
 @example(bad=[(flip_identity, "disk"), (flip_identity, "far")], again=True)
 @example(bad=[(flip_identity, "ram"), (flip_identity, "disk")], again=True)  # two markers that are wrong in one way
+@example(
+    bad=[
+        (flip_one_chunk, "ram"),
+        *((damage, tier) for damage in (flip_shared_chunk, flip_identity) for tier in ("disk", "far")),
+    ],
+    again=True,
+)
 def test_damage_of_several_kinds_at_once_is_repaired_or_named(bad: list[tuple[Damage, str]], again: bool) -> None:
     commits = {tier for damage, tier in bad if damage in COMMITS}
+    marked: dict[str, Damage] = {}
+    for damage, tier in bad:
+        if damage in MARKERS:
+            marked.setdefault(tier, damage)
+    if again and marked.get("disk") is marked.get("far") is flip_identity:
+        commits.add("ram")  # what both tiers say is believed, and RAM of another store is left alone
     # Where the commit is damaged, what lists the chunks is the pack's footer; the slab has none.
     forgotten = {tier for tier in commits if tier == "ram" or (flip_footer, tier) in bad}
     lost = [damage for damage in CHUNKS if all((damage, tier) in bad or tier in forgotten for tier in TIERS)]
 
     async def check(place: Path) -> None:
         async with saved(place) as store:
-            markers = set()
             for damage, tier in sorted(bad, key=lambda each: each[0] is lose_index):
-                if damage not in MARKERS or tier not in markers:
+                if damage not in MARKERS or damage is marked[tier]:
                     await damage(place, store, tier)
-                if damage in MARKERS:
-                    markers.add(tier)
             if again:
                 await crash(store)
             else:

@@ -101,6 +101,11 @@ class ExportConfig(Settings):
             ((name,), f"is not for the format `{self.format}`; leave it out")
             for name in sorted(self.options.keys() - found.options)
         ]
+        if not wrong:
+            try:
+                found.check(**self.options)
+            except Invalid as error:
+                wrong.append(((), str(error)))
         if self.part is not None and self.keys:
             wrong.append((("part",), "and `keys`: give one of them"))
         if self.folder is None:

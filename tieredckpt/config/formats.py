@@ -68,6 +68,8 @@ class Format:
     """Parts of a tree of which the first that a step has is exported, unless another one is named."""
     options: frozenset[str] = frozenset()
     """Keyword arguments of ``write`` or ``stream``."""
+    check: Callable[..., object] = lambda **options: None
+    """``check(**options)`` raises `Invalid`, naming the option, for a value that no step could be exported with."""
     suffix: str = ""
     """Of a path that is one file, such as ``.safetensors``; empty for a format of folders."""
     one_file: bool = False

@@ -175,11 +175,9 @@ def _stream(
     rename: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
     """One file, or a folder as transformers has it; the last file of a folder of several is the index."""
-    if cast is not None and cast not in CASTS:
-        raise Invalid(f"cast={cast!r}: should be one of {', '.join(CASTS)}")
     if files.single and shard_size is not None:
         raise Invalid("shard_size: the export is one file; give the path of a folder, or leave the size out")
-    tensors = _named(step, None if cast is None else CASTS[cast], Names(rename or {}))
+    tensors = _named(step, *_options(cast, rename))
     largest = _SHARD if shard_size is None else shard_size
     shards = [tensors] if files.single else [*batches(tensors, lambda tensor: tensor.nbytes, largest)]
     if len(shards) == 1:
@@ -194,6 +192,15 @@ def _stream(
     with files.open(_INDEX) as file:
         file.write(json.dumps(index, indent=2).encode() + b"\n")
     return written
+
+
+def _options(
+    cast: str | None = None, rename: Mapping[str, str] | None = None, shard_size: int | None = None
+) -> tuple[np.dtype[Any] | None, Names]:
+    """The dtype of floats, and what leaves are called. Raises `Invalid`."""
+    if cast is not None and cast not in CASTS:
+        raise Invalid(f"cast={cast!r}: should be one of {', '.join(CASTS)}")
+    return None if cast is None else CASTS[cast], Names(rename or {})
 
 
 def _named(step: StepContent, cast: np.dtype[Any] | None, names: Names) -> list[_Tensor]:
@@ -310,5 +317,6 @@ SAFETENSORS = Format(
     read_back=_read_back,
     parts=("model", "state_dict"),
     options=frozenset({"cast", "rename", "shard_size"}),
+    check=_options,
     suffix=".safetensors",
 )

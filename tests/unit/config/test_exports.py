@@ -73,6 +73,8 @@ def test_exports_may_be_given_in_python(tmp_path: Path) -> None:
         ({"format": "safetensor"}, "exports.hf.format: `safetensor` is not a format; did you mean `safetensors`?"),
         ({"format": "torch"}, "exports.hf.format: `torch` is not a format to export"),
         ({"cast": "bf16"}, "exports.hf.cast: is not for the format `npz`; leave it out"),
+        ({"format": "safetensors", "cast": "fp8"}, "exports.hf: cast='fp8': should be one of bf16, fp16"),
+        ({"format": "safetensors", "rename": {"a/*": "b.**"}}, "exports.hf: rename: 'b.**' should have the signs"),
         ({"to": "s3://bucket/x", "format": "npy"}, "exports.hf.to: is a URL, and `npy` is written by its library"),
         ({"to": "ftp://bucket/x"}, "exports.hf.to: 'ftp://…' is a URL of no kind of tier"),
         ({"to": "s3://a b/x"}, "exports.hf.to: should be a bucket"),
