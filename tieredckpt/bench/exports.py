@@ -66,7 +66,7 @@ def _beside_writes(spec: ExportSpec, state: State, limits: Limits, cast: str | N
             change(state, list(state))
             store.save(step, state)
             event = _exported(step, ended)
-            written = limits.write() * event.nbytes / limits.nbytes
+            written = limits.write(event.nbytes)
             if step:  # the first one waits for memory that is new
                 exports.append(event.seconds)
                 writes.append(written)

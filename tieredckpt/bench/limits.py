@@ -96,19 +96,21 @@ class Limits:
         places = np.split(memory, np.cumsum([part.nbytes for part in sample])[:-1])
         return self._seconds(lambda: list(self._pool.map(np.copyto, places, sample))) * self.nbytes / size
 
-    def write(self) -> float:
-        """Seconds of a sequential write of as many bytes, fsync included; direct where the file system can."""
+    def write(self, nbytes: int | None = None) -> float:
+        """Seconds of a sequential write of as many bytes, or of so many, fsync included; direct where the file system
+        can."""
+        nbytes = nbytes or self.nbytes
         self._file.unlink(missing_ok=True)
         fd = open_direct(self._file, os.O_WRONLY | os.O_CREAT)
 
         def work() -> None:
             at = 0
-            while at < self.nbytes:  # whole blocks: direct writes are to be aligned
+            while at < nbytes:  # whole blocks: direct writes are to be aligned
                 at += os.pwrite(fd, self._memory.data, at)
             os.fsync(fd)
 
         try:
-            return self._seconds(work) * self.nbytes / max(self.nbytes, os.fstat(fd).st_size)
+            return self._seconds(work) * nbytes / max(nbytes, os.fstat(fd).st_size)
         finally:
             os.close(fd)
 

@@ -247,11 +247,7 @@ def _write_file(step: StepContent, files: Files, name: str, tensors: Sequence[_T
     dtypes = {tensor.info.key: tensor.dtype for tensor in tensors}
     with files.open(name) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for info, piece in step.pieces([tensor.info for tensor in tensors], dtypes):
-            data = (piece if sys.byteorder == "little" else piece.byteswap()).view(np.uint8)
-            if step.compared:
-                written[info.key].add(data)
-            file.write(data)
+        step.write_to(file, [tensor.info for tensor in tensors], dtypes, lambda info, data: written[info.key].add(data))
     return {tensor.name: written[tensor.info.key].value() for tensor in tensors}
 
 

@@ -21,76 +21,125 @@ from tieredckpt.blobs.posix.transfer import O_DIRECT, Bytes, Stop, write_batch
 from tieredckpt.concurrency import begun_on_own_thread
 from tieredckpt.format.digest import copy_and_digest
 
-__all__ = ["Blocks", "StreamedFile", "new_blocks", "new_file"]
+__all__ = ["BLOCK", "Blocks", "StreamedFile", "new_file"]
 
-_BLOCK = 16 << 20
+BLOCK = 16 << 20
 """Bytes of a write. With 8 MiB a device of 3.5 GB/s was given a tenth less."""
 _IN_FLIGHT = 2
 """Writes at a time: a device that has the next one already does not wait for the thread that fills the blocks."""
+_KEPT = _IN_FLIGHT + 4
+"""Blocks in use at a time: those in flight, the one that is gathered, and three of who reads ahead of the writing."""
 
-Blocks = tuple[Bytes, ...]
-"""Page-aligned memory for the writes in flight, the one that is filled, and one more."""
 
+class Blocks:
+    """Page-aligned memory of `BLOCK` bytes and a page, one for one use after the other: new memory costs more than
+    the copy to it. For one thread.
+    """
 
-def new_blocks() -> Blocks:
-    """Memory for `new_file`, for use by one file after the other: new memory costs more than the copy to it."""
-    return tuple(private_memory(_BLOCK) for _ in range(_IN_FLIGHT + 2))
+    def __init__(self) -> None:
+        self._free: deque[Bytes] = deque()
+
+    def take(self) -> Bytes:
+        """A block, until it is given back. One that never is, since somebody may still fill it, is forgotten."""
+        return self._free.pop() if self._free else private_memory(BLOCK + ALIGNMENT)
+
+    def give_back(self, block: Bytes) -> None:
+        if len(self._free) < _KEPT:
+            self._free.append(block)
 
 
 class StreamedFile:
-    """An open file, of which the bytes are gathered to blocks that other threads write. For one thread."""
+    """An open file, of which other threads write blocks of bytes. For one thread.
+
+    Args:
+        fd: of the file, which is empty.
+        stop: ends the writing.
+        blocks: memory.
+    """
 
     def __init__(self, fd: int, stop: Stop, blocks: Blocks) -> None:
-        self._fd, self._stop = fd, stop
-        self._filling, *free = blocks
-        self._free = deque(free)
-        self._used = 0
+        self._fd, self._stop, self._blocks = fd, stop, blocks
+        self._gathered, self._used = blocks.take(), 0
+        """The block with the end of the file, and how many bytes of it are in use."""
         self._position = 0
+        """Bytes before that."""
         self._writing: deque[tuple[Bytes, Future[int]]] = deque()
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._position + self._used
 
     def write(self, data: Any, /) -> int:
         """Append bytes of any contiguous buffer. Raises `OSError`, `Stopped`, also for what was appended before."""
         array = np.frombuffer(data, np.uint8)
         at = 0
         while at < array.size:
-            take = min(array.size - at, _BLOCK - self._used)
+            take = min(array.size - at, BLOCK - self._used)
             # Past the caches, unlike NumPy's copy, which takes twice as long; of the digest nobody asks.
-            copy_and_digest(array[at : at + take], self._filling[self._used : self._used + take])
+            copy_and_digest(array[at : at + take], self._gathered[self._used : self._used + take])
             self._used += take
             at += take
-            if self._used == _BLOCK:
-                self._hand_over(_BLOCK)
+            if self._used == BLOCK:
+                self._hand_over(BLOCK)
         return array.size
+
+    def lend(self, block: Bytes, start: int, end: int) -> None:
+        """Append a range of a block of the same `Blocks`, without a copy; the block is the file's from now on.
+
+        ``start`` is `size` modulo `ALIGNMENT`: what was gathered before fits into the same page. Raises as `write`.
+        """
+        if self._used >= ALIGNMENT:
+            self._hand_over(self._used - self._used % ALIGNMENT)
+        assert start == self._used, "another offset in the page than in the file"
+        block[:start] = self._gathered[:start]
+        whole = end - end % ALIGNMENT
+        self._gathered[: end - whole] = block[whole:end]
+        self._used = end - whole
+        self._begin(block, whole)
 
     def flush(self) -> None:
         """Nothing: `new_file` flushes what is complete."""
 
     def _hand_over(self, nbytes: int) -> None:
+        """Begin to write the start of what was gathered; the rest, less than a page, is gathered anew."""
+        block, rest = self._gathered, max(0, self._used - nbytes)
+        self._wait_for_room()
+        self._gathered, self._used = self._blocks.take(), rest
+        self._gathered[:rest] = block[nbytes : nbytes + rest]
+        self._begin(block, nbytes)
+
+    def _begin(self, block: Bytes, nbytes: int) -> None:
+        if not nbytes:
+            self._blocks.give_back(block)
+            return
+        self._wait_for_room()
+        # Not of a pool, for which an exiting process waits also if it hangs in the device.
+        writing = begun_on_own_thread("file", write_batch, self._fd, [block[:nbytes]], self._position, self._stop)
+        self._writing.append((block, writing))
+        self._position += nbytes
+
+    def _wait_for_room(self) -> None:
         while len(self._writing) >= _IN_FLIGHT:
             self._wait()
-        # Not of a pool, for which an exiting process waits also if it hangs in the device.
-        block = self._filling[:nbytes]
-        writing = begun_on_own_thread("file", write_batch, self._fd, [block], self._position, self._stop)
-        self._writing.append((self._filling, writing))
-        self._position += nbytes
-        self._filling, self._used = self._free.popleft(), 0
 
     def _wait(self) -> None:
         """Wait for the oldest write."""
         block, writing = self._writing[0]
         writing.result()  # of one that failed, `give_up` is to know
         self._writing.popleft()
-        self._free.append(block)
+        self._blocks.give_back(block)
 
     def finish(self) -> None:
         """Flush all of it to the device."""
-        size = self._position + self._used
+        size = self.size
         if self._used:
             padded = -(-self._used // ALIGNMENT) * ALIGNMENT
-            self._filling[self._used : padded] = 0
+            self._gathered[self._used : padded] = 0
             self._hand_over(padded)
         while self._writing:
             self._wait()
+        self._blocks.give_back(self._gathered)
         os.ftruncate(self._fd, size)
         os.fsync(self._fd)
 
@@ -111,7 +160,7 @@ def new_file(path: Path, stop: threading.Event | None = None, blocks: Blocks | N
     """
     fd = _opened(path)
     try:
-        file = StreamedFile(fd, stop or Stop(), blocks or new_blocks())
+        file = StreamedFile(fd, stop or Stop(), blocks or Blocks())
         try:
             yield file
             file.finish()

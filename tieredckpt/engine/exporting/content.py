@@ -4,10 +4,11 @@ than the memory can be written.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tieredckpt.config.formats import Output
 from tieredckpt.engine.inventory import ArrayInfo, Scalar, StepDetails, StepInfo
 from tieredckpt.errors import NotFound
 from tieredckpt.format.casts import cast
 
-__all__ = ["Arrays", "Dtypes", "StepContent"]
+__all__ = ["Arrays", "Dtypes", "StepContent", "Took", "nobody"]
 
 Arrays = Iterator[tuple[ArrayInfo, npt.NDArray[Any]]]
 """Each array, or piece of one, with what is known of the array; it is free to go once the next one is asked for."""
@@ -27,8 +29,15 @@ Arrays = Iterator[tuple[ArrayInfo, npt.NDArray[Any]]]
 Dtypes = Mapping[str, np.dtype[Any]]
 """The dtype that arrays are wanted in, by their keys."""
 
+Took = Callable[[ArrayInfo, npt.NDArray[np.uint8]], object]
+"""Is told of bytes of an array that were written."""
+
 _PIECE = 16 << 20
 """Bytes of a piece at most."""
+
+
+def nobody(info: ArrayInfo, data: npt.NDArray[np.uint8]) -> None:
+    """A `Took` that needs to know nothing."""
 
 
 class StepContent(ABC):
@@ -82,6 +91,19 @@ class StepContent(ABC):
                     cast(info.key, piece, into)
                     piece = into
                 yield info, piece
+
+    def write_to(
+        self, file: Output, arrays: Sequence[ArrayInfo], dtypes: Dtypes = MappingProxyType({}), took: Took = nobody
+    ) -> None:
+        """Append arrays to a file, as little-endian bytes, one after the other; in the dtypes, wide ones first.
+
+        ``took`` is told of every piece, where the step is `compared`.
+        """
+        for info, piece in self.pieces(arrays, dtypes):
+            data = (piece if sys.byteorder == "little" else piece.byteswap()).view(np.uint8)
+            if self.compared:
+                took(info, data)
+            file.write(data)
 
     def folders(self) -> Iterator[tuple[Path, str]]:
         """Where local files hold the step, for who links them: nowhere, where that is not known."""

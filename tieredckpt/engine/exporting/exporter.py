@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tieredckpt.blobs.posix.stream import Blocks, new_blocks
+from tieredckpt.blobs.posix.stream import Blocks
 from tieredckpt.concurrency import in_thread, note, on_own_thread, outlast, told_to_end
 from tieredckpt.config.exports import ExportConfig
 from tieredckpt.config.formats import Format, format_named
 from tieredckpt.engine import limits
 from tieredckpt.engine.exporting import due
 from tieredckpt.engine.exporting.folder import Folder, mapped
-from tieredckpt.engine.exporting.held_step import HeldStep, Parts, Reading, StepLeft, new_parts
+from tieredckpt.engine.exporting.held_step import HeldStep, Reading, StepLeft
 from tieredckpt.engine.exporting.objects import Objects
 from tieredckpt.engine.exporting.places import Place, Record, Writing, folder_name
 from tieredckpt.engine.inventory import Inventory
@@ -89,7 +89,7 @@ class Exporter:
     def __init__(self, state: State, exports: Sequence[ExportConfig], repair: Repair) -> None:
         self._state, self._repair = state, repair
         self._inventory = Inventory(state)
-        self._memory: tuple[Parts, Blocks] | None = None
+        self._blocks: Blocks | None = None
         """For one export after the other."""
         self._exports = [_Export(each, format_named(each.format), _place_of(state, each)) for each in exports]
         self._rests = 0
@@ -204,12 +204,12 @@ class Exporter:
         assert export.there is not None
         assert marker is not None
         reading = Reading(self._state, step, self._repair)
-        memory = self._memory or (new_parts(), new_blocks())
-        self._memory = None  # which a thread that is left behind keeps
+        blocks = self._blocks or Blocks()
+        self._blocks = None  # which a thread that is left behind keeps
         with self._state.ram_gate.yielding(reading.give_way):
             try:
                 index = await reading.index()
-                held = await self._content(export, index, reading, memory[0])
+                held = await self._content(export, index, reading, blocks)
                 record = Record(
                     export=export.config.name,
                     format=export.config.format,
@@ -220,9 +220,9 @@ class Exporter:
                     nbytes=held.info.nbytes,
                     metrics=index.record.metrics,
                 )
-                async with export.place.writing(record, export.there.get(step.step), memory[1]) as writing:
+                async with export.place.writing(record, export.there.get(step.step), blocks) as writing:
                     await self._write(export, held, writing)
-                    self._memory = held.memory or new_parts(), memory[1]
+                    self._blocks = blocks
                     record = msgspec.structs.replace(record, files=tuple(writing.written), complete=True)
                     nbytes = await writing.commit(record)
             finally:
@@ -238,7 +238,7 @@ class Exporter:
             StepExported(step.step, step.serial, export.config.name, to, nbytes, seconds, lag, told, len(left_out))
         )
 
-    async def _content(self, export: _Export, index: StepIndex, reading: Reading, memory: Parts) -> HeldStep:
+    async def _content(self, export: _Export, index: StepIndex, reading: Reading, blocks: Blocks) -> HeldStep:
         """What is exported of a step. Raises `Invalid`, naming a key or part that it has not."""
         config, step = export.config, reading.step
         await self._state.ram_gate.quiet()
@@ -255,7 +255,7 @@ class Exporter:
                 if keys is not None:
                     structure = await in_thread(select, structure, keys)
                 details = await in_thread(self._inventory.describe_index, step, index, structure)
-                return HeldStep(reading, details, structure, index, part, asyncio.get_running_loop(), memory)
+                return HeldStep(reading, details, structure, index, part, asyncio.get_running_loop(), blocks)
             except NotFound as error:
                 if at == len(chosen) - 1:
                     raise Invalid(f"{step} has nothing to export: {error}") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tieredckpt.blobs.posix.files import sync_folder
-from tieredckpt.blobs.posix.stream import Blocks, StreamedFile, new_blocks, new_file
+from tieredckpt.blobs.posix.stream import Blocks, StreamedFile, new_file
 from tieredckpt.blobs.posix.transfer import Stopped
 from tieredckpt.concurrency import left_behind_after, told_to_end
 from tieredckpt.engine import limits
@@ -35,7 +35,7 @@ class FolderFiles:
 
     def __init__(self, path: Path, *, single: bool = False, blocks: Blocks | None = None) -> None:
         self.single = single
-        self._blocks = blocks or new_blocks()
+        self._blocks = blocks or Blocks()
         self.written: list[str] = []
         self.stop = threading.Event()
         self.path = path

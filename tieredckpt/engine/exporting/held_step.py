@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import sys
 import threading
 import time
 from collections import deque
@@ -17,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt._batches import batches
-from tieredckpt.blobs.mapping import private_memory
+from tieredckpt.blobs.base import ALIGNMENT
+from tieredckpt.blobs.posix.stream import BLOCK, Blocks, StreamedFile
+from tieredckpt.config.formats import Output
 from tieredckpt.engine import limits
-from tieredckpt.engine.exporting.content import Arrays, Dtypes, StepContent
+from tieredckpt.engine.exporting.content import Arrays, Dtypes, StepContent, Took, nobody
 from tieredckpt.engine.inventory import ArrayInfo, StepDetails
 from tieredckpt.engine.restoring.pieces import CastTarget, Target
 from tieredckpt.engine.restoring.reader import fill
@@ -36,7 +39,7 @@ from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.flatten import plain_tree
 from tieredckpt.tree.leaf import array_spec
 
-__all__ = ["HeldStep", "Parts", "Reading", "StepLeft", "new_parts"]
+__all__ = ["HeldStep", "Reading", "StepLeft"]
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
@@ -44,16 +47,8 @@ Bytes = npt.NDArray[np.uint8]
 _AHEAD = 2
 """Parts that are read, one after the other, while one is written: threads do not wait for the format between them."""
 
-Parts = tuple[Bytes, ...]
-"""Memory for what is read."""
-
-
-def new_parts() -> Parts:
-    """Memory for `HeldStep`, for use by one after the other: new memory costs more than the copy to it."""
-    return tuple(private_memory(limits.in_force.export_part) for _ in range(_AHEAD + 1))
-
-
 _ALIGNMENT = 64
+"""Of the arrays in a block, where they need not lie side by side."""
 
 
 class StepLeft(NotFound):
@@ -160,6 +155,16 @@ class _Target(NamedTuple):
         return array if stored == self.dtype else CastTarget(array, stored)
 
 
+class _Part(NamedTuple):
+    """What is read together, and where in a block it lies."""
+
+    targets: list[_Target]
+    arrays: list[npt.NDArray[Any]]
+    block: Bytes
+    start: int
+    end: int
+
+
 class HeldStep(StepContent):
     """A step that the engine holds, for a format that writes on a thread of its own.
 
@@ -170,7 +175,7 @@ class HeldStep(StepContent):
         index: of the step.
         part: as of `StepContent`.
         loop: of the engine.
-        memory: for what is read; what is left of it is `memory` when the format has written.
+        blocks: memory for what is read.
     """
 
     compared = False
@@ -183,11 +188,10 @@ class HeldStep(StepContent):
         index: StepIndex,
         part: str | None,
         loop: asyncio.AbstractEventLoop,
-        memory: Parts,
+        blocks: Blocks,
     ) -> None:
         super().__init__(details, part)
-        self.memory: Parts | None = memory
-        """None while pieces are in it, and from then on if not all of them were asked for: they may still be read."""
+        self._blocks = blocks
         self._reading, self._structure, self._index, self._loop = reading, structure, index, loop
         self._asked: set[concurrent.futures.Future[Any]] = set()
         self._awaited: concurrent.futures.Future[Any] | None = None
@@ -213,39 +217,60 @@ class HeldStep(StepContent):
 
     def pieces(self, arrays: Sequence[ArrayInfo] | None = None, dtypes: Dtypes = MappingProxyType({})) -> Arrays:
         """See `StepContent.pieces`. Arrays are cast by the threads that read them."""
-        targets = self._targets(self.arrays if arrays is None else arrays, dtypes)
-        parts = batches(targets, lambda target: _aligned(target.nbytes), limits.in_force.export_part)
-        mine, self.memory = self.memory or new_parts(), None
-        memory = deque(mine)
+        for part in self._parts(self.arrays if arrays is None else arrays, dtypes):
+            for target, array in zip(part.targets, part.arrays, strict=True):
+                yield target.info, array.reshape(-1)
+            self._blocks.give_back(part.block)
 
-        coming: deque[tuple[list[_Target], dict[str, npt.NDArray[Any]], concurrent.futures.Future[Any]]] = deque()
+    def write_to(
+        self, file: Output, arrays: Sequence[ArrayInfo], dtypes: Dtypes = MappingProxyType({}), took: Took = nobody
+    ) -> None:
+        """See `StepContent.write_to`. A file of blocks writes from where the threads that read have put the bytes."""
+        if not isinstance(file, StreamedFile) or sys.byteorder == "big":
+            super().write_to(file, arrays, dtypes, took)
+            return
+        for part in self._parts(arrays, dtypes, at=file.size % ALIGNMENT, unit=1):
+            file.lend(part.block, part.start, part.end)
+
+    def _parts(
+        self, arrays: Sequence[ArrayInfo], dtypes: Dtypes, at: int = 0, unit: int = _ALIGNMENT
+    ) -> Iterator[_Part]:
+        """The arrays part by part, each in a block of its own, which is who asked's from then on.
+
+        The first begins ``at``, and each at the offset in a page where the one before ended; in them arrays begin at
+        multiples of ``unit``.
+        """
+        most = min(limits.in_force.export_part, BLOCK)
+        batched = batches(self._targets(arrays, dtypes, most), lambda target: _up(target.nbytes, unit), most)
+        coming: deque[tuple[_Part, concurrent.futures.Future[Any]]] = deque()
 
         def begin() -> None:
-            if (part := next(parts, None)) is not None:
-                placed = _placed(part, memory[0])
-                memory.rotate()
-                wanted = {target.name: target.filling(placed[target.name]) for target in part}
-                coming.append((part, placed, self._begin(self._reading.fill(wanted))))
+            nonlocal at
+            if (targets := next(batched, None)) is not None:
+                part = _placed(targets, self._blocks.take(), at, unit)
+                at = part.end % ALIGNMENT
+                wanted = {
+                    target.name: target.filling(array) for target, array in zip(targets, part.arrays, strict=True)
+                }
+                coming.append((part, self._begin(self._reading.fill(wanted))))
 
         for _ in range(_AHEAD):
             begin()
         while coming:
-            part, placed, reading = coming.popleft()
+            part, reading = coming.popleft()
             self.sources.update(self._end(reading))
             begin()
-            self._gives(sum(target.nbytes for target in part))
-            for target in part:
-                yield target.info, placed[target.name].reshape(-1)
-        self.memory = mine
+            self._gives(part.end - part.start)
+            yield part
 
-    def _targets(self, arrays: Sequence[ArrayInfo], dtypes: Dtypes) -> Iterator[_Target]:
+    def _targets(self, arrays: Sequence[ArrayInfo], dtypes: Dtypes, most: int) -> Iterator[_Target]:
         for info in arrays:
             dtype = dtypes.get(info.key, dtype_from_name(info.dtype))
             whole = _Target(info, info.key, info.shape, dtype)
-            if whole.nbytes <= limits.in_force.export_part:
+            if whole.nbytes <= most:
                 yield whole
                 continue
-            grid = _cut(self._index, info.key, info.shape, dtype.itemsize)
+            grid = _cut(self._index, info.key, info.shape, dtype.itemsize, most)
             for cell in grids.cells(grid):
                 box = grids.cell_box(grid, cell.index)
                 yield _Target(info, block_key(info.key, box.offset), box.shape, dtype)
@@ -294,30 +319,29 @@ class HeldStep(StepContent):
         return self._ended.is_set()
 
 
-def _cut(index: StepIndex, key: str, shape: tuple[int, ...], itemsize: int) -> Grid:
-    """Ranges of an array that are read together, of items of so many bytes.
+def _cut(index: StepIndex, key: str, shape: tuple[int, ...], itemsize: int, most: int) -> Grid:
+    """Ranges of an array that are read together, of items of so many bytes, of ``most`` bytes each.
 
     Where it is stored whole they are whole chunks, for each is verified.
     """
     blocks = index.blocks(key)
     if len(blocks) == 1 and (stored := index.arrays[blocks[0][1]].grid).shape == shape:
-        times = limits.in_force.export_part // max(1, prod(stored.cell) * itemsize)
+        times = most // max(1, prod(stored.cell) * itemsize)
         if stored.contiguous and times:
             axis = next((axis for axis, size in enumerate(stored.cell) if size > 1), len(shape) - 1)
             height = min(stored.cell[axis] * times, shape[axis])
             return Grid(shape, (*stored.cell[:axis], height, *stored.cell[axis + 1 :]), itemsize)
-    return grids.plan(shape, itemsize, limits.in_force.export_part)
+    return grids.plan(shape, itemsize, most)
 
 
-def _placed(part: list[_Target], memory: Bytes) -> dict[str, npt.NDArray[Any]]:
-    found: dict[str, npt.NDArray[Any]] = {}
-    at = 0
-    for target in part:
-        flat = memory[at : at + target.nbytes]
-        found[target.name] = flat.view(target.dtype).reshape(target.shape)
-        at += _aligned(target.nbytes)
-    return found
+def _placed(targets: list[_Target], block: Bytes, start: int, unit: int) -> _Part:
+    arrays: list[npt.NDArray[Any]] = []
+    at = start
+    for target in targets:
+        arrays.append(block[at : at + target.nbytes].view(target.dtype).reshape(target.shape))
+        at += _up(target.nbytes, unit)
+    return _Part(targets, arrays, block, start, at)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def _up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
