@@ -27,8 +27,9 @@ from tieredckpt.errors import Closed, Corrupt, Invalid, ShortRead, TierUnavailab
 
 __all__ = ["ObjectStore"]
 
-_PIECE = 4 << 20
-"""Bytes that arrive at a time, of each of the reads under way: smaller ones cost more turns of the loop."""
+_PIECE = 16 << 20
+"""Bytes that arrive at a time, of each of the reads under way: smaller ones cost more turns of the loop. Restores read
+no more at a time, but where a chunk is larger."""
 
 _COPIERS = 4
 """Threads that put what arrives in its place."""
