@@ -164,12 +164,14 @@ def test_a_step_goes_before_its_folder(tmp_path: Path, shared_memory: Path, monk
 def test_a_folder_stays_while_its_step_cannot_be_deleted(
     tmp_path: Path, shared_memory: Path, faults: FaultyTiers
 ) -> None:
-    class Pull(program.TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 7:
-                faults.kill("disk", TierUnavailable("the cable was pulled"))
-
     with program.store_of(tmp_path, shared_memory / "ram") as store:
+
+        class Pull(program.TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if state.global_step == 7:
+                    store.flush()  # step 6 is on the disk
+                    faults.kill("disk", TierUnavailable("the cable was pulled"))
+
         trainer = program.trainer_of(tmp_path, store, Pull())
         trainer.train()
         assert folders(tmp_path) >= {6, 17}
