@@ -24,6 +24,9 @@ CASTS: Final[dict[str, np.dtype[Any]]] = {"bf16": np.dtype(ml_dtypes.bfloat16), 
 
 _EXPONENTS: Final = {CASTS["bf16"]: np.uint16(0x7F80), CASTS["fp16"]: np.uint16(0x7C00)}
 
+_AT_ONCE = 1 << 18
+"""Items that NumPy casts at a time: it takes memory for what lies between."""
+
 _native: dict[np.dtype[Any], Callable[[Array, Array], bool]] = {}
 try:
     from tieredckpt._native import NARROW_ACCELERATED, narrow_bf16, narrow_fp16
@@ -51,6 +54,10 @@ def _cast(array: Array, into: Array) -> bool:
     fits = array.dtype == np.float32 and array.flags.c_contiguous and into.flags.c_contiguous
     if narrow is not None and fits and narrow(array, into.view(np.uint16)):
         return True
+    if array.size > _AT_ONCE:
+        axis = int(np.argmax(array.shape))
+        halves = zip(np.array_split(array, 2, axis), np.array_split(into, 2, axis), strict=True)
+        return all(_cast(*half) for half in halves)
     if array.dtype == np.float64 and into.dtype == CASTS["bf16"]:
         array = rounded_to_odd(array)  # ml_dtypes would round to a float first, and that once more
     # Values that are infinite or not numbers become what NumPy makes of them.

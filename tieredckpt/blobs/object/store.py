@@ -28,8 +28,8 @@ from tieredckpt.errors import Closed, Corrupt, Invalid, ShortRead, TierUnavailab
 __all__ = ["ObjectStore"]
 
 _PIECE = 16 << 20
-"""Bytes that arrive at a time, of each of the reads under way: smaller ones cost more turns of the loop. Restores read
-no more at a time, but where a chunk is larger."""
+"""Bytes that arrive at a time, of each of the reads under way: smaller ones cost more turns of the loop. A read of
+no more is in memory until all of it is there: 12 of them, 192 MiB, when a step is restored."""
 
 _COPIERS = 4
 """Threads that put what arrives in its place."""

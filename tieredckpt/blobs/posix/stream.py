@@ -28,16 +28,17 @@ BLOCK = 16 << 20
 _IN_FLIGHT = 2
 """Writes at a time: a device that has the next one already does not wait for the thread that fills the blocks."""
 _KEPT = _IN_FLIGHT + 4
-"""Blocks in use at a time: those in flight, the one that is gathered, and three of who reads ahead of the writing."""
+"""Blocks that are kept: as many as are in use at a time, which are those in flight, the one that is gathered, and three
+of who reads ahead of the writing."""
 
 
 class Blocks:
     """Page-aligned memory of `BLOCK` bytes and a page, one for one use after the other: new memory costs more than
-    the copy to it. For one thread.
+    the copy to it. For one thread at a time.
     """
 
     def __init__(self) -> None:
-        self._free: deque[Bytes] = deque()
+        self._free: list[Bytes] = []
 
     def take(self) -> Bytes:
         """A block, until it is given back. One that never is, since somebody may still fill it, is forgotten."""
@@ -91,7 +92,10 @@ class StreamedFile:
         """
         if self._used >= ALIGNMENT:
             self._hand_over(self._used - self._used % ALIGNMENT)
-        assert start == self._used, "another offset in the page than in the file"
+        if start != self._used:
+            raise ValueError(
+                f"a range that begins at {start} in its page was lent for {self._used} in that of the file"
+            )
         block[:start] = self._gathered[:start]
         whole = end - end % ALIGNMENT
         self._gathered[: end - whole] = block[whole:end]
@@ -103,7 +107,7 @@ class StreamedFile:
 
     def _hand_over(self, nbytes: int) -> None:
         """Begin to write the start of what was gathered; the rest, less than a page, is gathered anew."""
-        block, rest = self._gathered, max(0, self._used - nbytes)
+        block, rest = self._gathered, self._used - nbytes
         self._wait_for_room()
         self._gathered, self._used = self._blocks.take(), rest
         self._gathered[:rest] = block[nbytes : nbytes + rest]
@@ -133,13 +137,11 @@ class StreamedFile:
     def finish(self) -> None:
         """Flush all of it to the device."""
         size = self.size
-        if self._used:
-            padded = -(-self._used // ALIGNMENT) * ALIGNMENT
-            self._gathered[self._used : padded] = 0
-            self._hand_over(padded)
+        padded = -(-self._used // ALIGNMENT) * ALIGNMENT
+        self._gathered[self._used : padded] = 0
+        self._begin(self._gathered, padded)
         while self._writing:
             self._wait()
-        self._blocks.give_back(self._gathered)
         os.ftruncate(self._fd, size)
         os.fsync(self._fd)
 

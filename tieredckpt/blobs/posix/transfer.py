@@ -210,12 +210,14 @@ def write_batch(fd: int, batch: list[Bytes], position: int, stop: Stop) -> int:
     """Write buffers one after the other from ``position`` on, and tell where they end. Raises `OSError`, `Stopped`."""
     while batch:
         check(stop)
+        direct = _is_direct(fd)  # before: another thread that writes to the file may make it buffered meanwhile
         try:
             written = os.pwritev(fd, [buffer.data for buffer in batch], position)
         except OSError as error:
             # Also what a short direct write leads to, since its rest is not aligned.
-            if error.errno != errno.EINVAL or not _leave_direct(fd):
+            if error.errno != errno.EINVAL or not direct:
                 raise
+            _leave_direct(fd)
             continue
         position += written
         batch = _without(batch, written)
@@ -248,13 +250,13 @@ def _fill_in_place(fd: int, offset: int, into: Bytes, stop: Stop) -> int:
     return done
 
 
-def _leave_direct(fd: int) -> bool:
-    """Switch a descriptor to buffered I/O; False if it was that already."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if not O_DIRECT or not flags & O_DIRECT:
-        return False
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~O_DIRECT)
-    return True
+def _is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT)
+
+
+def _leave_direct(fd: int) -> None:
+    """Switch a descriptor to buffered I/O."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT)
 
 
 def _arena() -> Bytes:

@@ -295,6 +295,7 @@ class HeldStep(StepContent):
         except concurrent.futures.CancelledError as error:
             raise Closed("the export was given up") from error
         finally:
+            self._given_at = time.monotonic()
             self._awaited = None
             self._asked.discard(asked)
 

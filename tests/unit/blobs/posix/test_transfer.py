@@ -297,6 +297,27 @@ def test_a_file_system_that_refuses_direct_transfers_gets_buffered_ones(
     assert_digested(tmp_path / "file", [(0, 5000, 5000), (5000, len(data) - 5000, 7)], direct=True)
 
 
+def test_a_write_that_is_refused_while_another_leaves_direct_transfers_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two writes in flight the second finds the descriptor buffered already."""
+    if not takes_direct(tmp_path):
+        pytest.skip("the file system refuses direct I/O")
+    fd = opened(tmp_path / "file", os.O_WRONLY | transfer.O_DIRECT)
+    write, data = os.pwritev, pattern(ALIGNMENT)
+
+    def refused(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if not is_direct(fd):
+            return write(fd, buffers, offset)
+        transfer._leave_direct(fd)  # the other one
+        raise OSError(errno.EINVAL, "refused")
+
+    monkeypatch.setattr(os, "pwritev", refused)
+    assert transfer.write_batch(fd, [*as_arrays([aligned(data)])], 0, Stop()) == ALIGNMENT
+    os.close(fd)
+    assert (tmp_path / "file").read_bytes() == data
+
+
 def test_a_transfer_stops_before_its_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = Stop()
     real, calls = os.pwritev, []

@@ -36,7 +36,9 @@ with CheckpointStore.open(json.loads(sys.argv[1])).sync() as store:
             ended.set()
     store.subscribe(hear)
     rows = int(sys.argv[2]) << 10
-    tree = {"large": np.ones((rows, 256), np.float32), "small": {str(at): np.ones(100) for at in range(1000)}}
+    large = np.ones(rows << 10, np.uint8).view(sys.argv[3]).reshape(rows, -1)
+    tree = {"large": large, "small": {str(at): np.ones(100) for at in range(1000)}}
+    del large
     store.save(1, tree)
     del tree
     before, peak = anonymous(), 0
@@ -102,9 +104,9 @@ print("closed")
 """
 
 
-def config(tmp_path: Path, shared_memory: Path, **export: Any) -> dict[str, Any]:
+def config(tmp_path: Path, shared_memory: Path, *, chunk_size: str = "1 MiB", **export: Any) -> dict[str, Any]:
     return {
-        "store": {"chunk_size": "1 MiB"},
+        "store": {"chunk_size": chunk_size},
         "tiers": {
             "ram": {"kind": "ram", "path": str(shared_memory / "ram"), "on_close": "keep"},
             "disk": {"kind": "posix", "path": str(tmp_path / "disk"), "fsync": False, "retain": "all"},
@@ -113,19 +115,22 @@ def config(tmp_path: Path, shared_memory: Path, **export: Any) -> dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("cast", [None, "bf16"])
+@pytest.mark.parametrize(
+    ("cast", "dtype", "chunk_size"),
+    [(None, "float32", "1 MiB"), ("bf16", "float32", "1 MiB"), ("bf16", "float64", "16 MiB")],
+)
 def test_an_export_takes_less_than_256_mib_whatever_the_size_of_a_step(
-    tmp_path: Path, shared_memory: Path, cast: str | None
+    tmp_path: Path, shared_memory: Path, cast: str | None, dtype: str, chunk_size: str
 ) -> None:
     """Of a step of 384 MiB in one array: the private memory of the process, apart from the store's own slab."""
-    settings = config(tmp_path, shared_memory, **({} if cast is None else {"cast": cast}))
-    command = [sys.executable, "-c", MEASURING, json.dumps(settings), "384"]
+    settings = config(tmp_path, shared_memory, chunk_size=chunk_size, **({} if cast is None else {"cast": cast}))
+    command = [sys.executable, "-c", MEASURING, json.dumps(settings), "384", dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 256 << 20, done.stdout
-    assert (tmp_path / "out" / "step-1" / "model.safetensors").stat().st_size > (384 << 20) // (
-        1 if cast is None else 2
-    )
+    itemsize = np.dtype(dtype).itemsize if cast is None else 2
+    written = (tmp_path / "out" / "step-1" / "model.safetensors").stat().st_size
+    assert written > (384 << 20) // np.dtype(dtype).itemsize * itemsize
 
 
 @pytest.mark.parametrize(

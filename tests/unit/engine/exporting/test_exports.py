@@ -19,9 +19,11 @@ from support.frameworks import require
 from support.limits import limit
 
 from tieredckpt import CheckpointStore, Closed, Conflict, Invalid, SyncStore, TierUnavailable, _registry
+from tieredckpt.blobs.posix import stream
+from tieredckpt.blobs.posix.stream import Blocks
 from tieredckpt.config.formats import GROUP
 from tieredckpt.engine import limits
-from tieredckpt.engine.exporting import held_step
+from tieredckpt.engine.exporting import exporter, held_step
 from tieredckpt.engine.exporting.held_step import Reading
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.promoting import copy_step
@@ -149,6 +151,47 @@ def test_what_is_due_is_exported_bit_for_bit(open_store: Open, tmp_path: Path) -
     assert last.nbytes == (tmp_path / "all" / "step-4" / "model.safetensors").stat().st_size
     (info,) = (each for each in store.export_infos() if each.name == "hf")
     assert (info.steps, info.problem, info.exporting) == ((0, 2, 4), "", None)
+
+
+@pytest.mark.parametrize("part", [1000, 5000, 1 << 24])
+def test_an_export_is_the_step_whatever_is_read_together(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """Parts end anywhere in a page, a header has more than one, and several files follow each other."""
+    limit(monkeypatch, export_part=part)
+    rng = np.random.default_rng(part)
+    saved: dict[str, Any] = {f"with a name that is rather long {at}": rng.bytes(at) for at in range(1, 60)}
+    saved = {key: np.frombuffer(data, np.uint8) for key, data in saved.items()}
+    saved |= {"odd": np.frombuffer(rng.bytes(20_001), np.uint8), "none": np.zeros(0, np.float32)}
+    saved |= {"wide": rng.standard_normal(3), "more": rng.standard_normal((123, 31)).astype(np.float32)}
+    store = open_store(
+        one={"format": "safetensors", "to": str(tmp_path / "one")},
+        many={"format": "safetensors", "to": str(tmp_path / "many"), "shard_size": "7 kB"},
+        cast={"format": "safetensors", "to": str(tmp_path / "cast"), "cast": "bf16"},
+    )
+    store.save(1, saved)
+    store.flush()
+    assert len(names(tmp_path / "many" / "step-1")) > 3
+    for export in ("one", "many", "cast"):
+        found = exported(tmp_path / export / "step-1")
+        assert found.keys() == saved.keys()
+        for key, value in saved.items():
+            wanted = value.astype(ml_dtypes.bfloat16) if export == "cast" and value.dtype.kind == "f" else value
+            np.testing.assert_array_equal(found[key], wanted)
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors"])
+def test_an_export_uses_its_memory_again(open_store: Open, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Of many parts, and of one export after the other."""
+    limit(monkeypatch, export_part=5000)
+    made: list[int] = []
+    new = stream.private_memory
+    monkeypatch.setattr(stream, "private_memory", lambda nbytes: made.append(nbytes) or new(nbytes))
+    store = open_store(hf={"format": kind})
+    for step in (1, 2):
+        store.save(step, {"a": np.full(30_000, step)})
+        store.flush()
+    assert 0 < len(made) <= 6
 
 
 def test_a_restart_exports_what_was_due_and_is_not_there(open_store: Open, tmp_path: Path) -> None:
@@ -516,6 +559,8 @@ def test_an_export_that_hangs_blocks_neither_flush_nor_eviction_nor_the_others(
     store.subscribe(lambda event: told.set() if isinstance(event, ExportFailed) else None)
     patient = limits.in_force.export_silence
     limit(monkeypatch, export_silence=0.3, first_retry=0.01, last_retry=0.05)
+    blocks: list[Blocks] = []
+    monkeypatch.setattr(exporter, "Blocks", lambda: blocks.append(Blocks()) or blocks[-1])
     for step in (1, 2, 3):
         store.save(step, tree(step))
         assert told.wait(60)
@@ -525,6 +570,7 @@ def test_an_export_that_hangs_blocks_neither_flush_nor_eviction_nor_the_others(
     assert [event.step for event in failed] == [1]
     assert ["disk" in store.where(step) for step in (1, 2, 3)] == [False, False, True]
     assert names(tmp_path / "npz") == ["step-1", "step-2", "step-3"]
+    assert len(blocks) == 2  # the thread that hangs keeps its own
     paused.go_on.set()
     waited = threading.Event()
     store.subscribe(lambda event: waited.set() if isinstance(event, StepExported) else None)
