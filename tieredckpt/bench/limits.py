@@ -97,8 +97,9 @@ class Limits:
         return self._seconds(lambda: list(self._pool.map(np.copyto, places, sample))) * self.nbytes / size
 
     def write(self, nbytes: int | None = None) -> float:
-        """Seconds of a sequential write of as many bytes, or of so many, fsync included; direct where the file system
-        can."""
+        """Seconds of a sequential write of ``nbytes``, by default those of the state, fsync included; direct where the
+        file system can.
+        """
         nbytes = nbytes or self.nbytes
         self._file.unlink(missing_ok=True)
         fd = open_direct(self._file, os.O_WRONLY | os.O_CREAT)

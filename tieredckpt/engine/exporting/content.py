@@ -21,7 +21,7 @@ from tieredckpt.engine.inventory import ArrayInfo, Scalar, StepDetails, StepInfo
 from tieredckpt.errors import NotFound
 from tieredckpt.format.casts import cast
 
-__all__ = ["Arrays", "Dtypes", "StepContent", "Took", "nobody"]
+__all__ = ["Arrays", "Dtypes", "StepContent", "Took"]
 
 Arrays = Iterator[tuple[ArrayInfo, npt.NDArray[Any]]]
 """Each array, or piece of one, with what is known of the array; it is free to go once the next one is asked for."""
@@ -34,10 +34,6 @@ Took = Callable[[ArrayInfo, npt.NDArray[np.uint8]], object]
 
 _PIECE = 16 << 20
 """Bytes of a piece at most."""
-
-
-def nobody(info: ArrayInfo, data: npt.NDArray[np.uint8]) -> None:
-    """A `Took` that needs to know nothing."""
 
 
 class StepContent(ABC):
@@ -92,12 +88,10 @@ class StepContent(ABC):
                     piece = into
                 yield info, piece
 
-    def write_to(
-        self, file: Output, arrays: Sequence[ArrayInfo], dtypes: Dtypes = MappingProxyType({}), took: Took = nobody
-    ) -> None:
+    def write_to(self, file: Output, arrays: Sequence[ArrayInfo], dtypes: Dtypes, took: Took) -> None:
         """Append arrays to a file, as little-endian bytes, one after the other; in the dtypes, wide ones first.
 
-        ``took`` is told of every piece, where the step is `compared`.
+        Where the step is `compared`, ``took`` is called with every piece.
         """
         for info, piece in self.pieces(arrays, dtypes):
             data = (piece if sys.byteorder == "little" else piece.byteswap()).view(np.uint8)

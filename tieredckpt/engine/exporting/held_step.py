@@ -22,7 +22,7 @@ from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.posix.stream import BLOCK, Blocks, StreamedFile
 from tieredckpt.config.formats import Output
 from tieredckpt.engine import limits
-from tieredckpt.engine.exporting.content import Arrays, Dtypes, StepContent, Took, nobody
+from tieredckpt.engine.exporting.content import Arrays, Dtypes, StepContent, Took
 from tieredckpt.engine.inventory import ArrayInfo, StepDetails
 from tieredckpt.engine.restoring.pieces import CastTarget, Target
 from tieredckpt.engine.restoring.reader import fill
@@ -222,9 +222,7 @@ class HeldStep(StepContent):
                 yield target.info, array.reshape(-1)
             self._blocks.give_back(part.block)
 
-    def write_to(
-        self, file: Output, arrays: Sequence[ArrayInfo], dtypes: Dtypes = MappingProxyType({}), took: Took = nobody
-    ) -> None:
+    def write_to(self, file: Output, arrays: Sequence[ArrayInfo], dtypes: Dtypes, took: Took) -> None:
         """See `StepContent.write_to`. A file of blocks writes from where the threads that read have put the bytes."""
         if not isinstance(file, StreamedFile) or sys.byteorder == "big":
             super().write_to(file, arrays, dtypes, took)

@@ -6,6 +6,7 @@ import errno
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,9 +65,9 @@ def test_a_block_is_not_free_while_it_is_written(tmp_path: Path, monkeypatch: py
     """Who reads ahead would otherwise change what goes to the device."""
     go_on, write_batch = threading.Event(), stream.write_batch
 
-    def paused(*arguments: object) -> int:
+    def paused(*arguments: Any) -> int:
         assert go_on.wait(60)
-        return write_batch(*arguments)  # type: ignore[arg-type]
+        return write_batch(*arguments)
 
     monkeypatch.setattr(stream, "write_batch", paused)
     blocks = Blocks()
