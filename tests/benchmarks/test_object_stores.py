@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
@@ -17,7 +18,7 @@ import pytest
 from support.null_store import SIZE
 from support.object_stores import CREDENTIALS, REAL, Place, null_server
 
-from tieredckpt.blobs.base import BlobStore, Stretch
+from tieredckpt.blobs.base import Stretch
 from tieredckpt.blobs.object.kind import S3
 from tieredckpt.config.object_tiers import S3Tier
 from tieredckpt.format.digest import copy_and_digest
@@ -26,8 +27,8 @@ _PIECE = 16 << 20
 _READS = 32
 _PACKS = 8
 _IN_FLIGHT = 4
-_TURNS = 9
-"""Of each, the best counts: what else the machine does takes from single ones."""
+_TURNS = 15
+"""Of each pair, one behind the other; medians count."""
 
 
 class Speed(NamedTuple):
@@ -37,6 +38,14 @@ class Speed(NamedTuple):
     """MB a second."""
     processor: float
     """Seconds of this process for a GB, all its threads together."""
+
+
+class Compared(NamedTuple):
+    """What ours and bare obstore reached: medians of all turns, and of the turns' ratios, ours to bare."""
+
+    ours: Speed
+    bare: Speed
+    ratio: Speed
 
 
 async def speed(one: Callable[[int], Awaitable[object]], count: int, nbytes: int) -> Speed:
@@ -53,8 +62,8 @@ async def speed(one: Callable[[int], Awaitable[object]], count: int, nbytes: int
     return Speed(count * nbytes / seconds / 1e6, used * 1e9 / (count * nbytes))
 
 
-async def compared(place: Place, reads: int, packs: int) -> dict[str, tuple[Speed, Speed]]:
-    """By what is done, the best of ours and of bare obstore."""
+async def compared(place: Place, reads: int, packs: int) -> dict[str, Compared]:
+    """By what is done."""
     import obstore
 
     bare = obstore.store.S3Store(
@@ -125,30 +134,27 @@ async def compared(place: Place, reads: int, packs: int) -> dict[str, tuple[Spee
             bare_digested,
         ),
     }
-    found: dict[str, tuple[Speed, Speed]] = {}
+    found: dict[str, Compared] = {}
     for name, (count, nbytes, our, other) in calls.items():
         turns: tuple[list[Speed], list[Speed]] = ([], [])
         for turn in range(_TURNS):
             for which in (0, 1) if turn % 2 else (1, 0):
                 turns[which].append(await speed((our, other)[which], count, nbytes))
-        found[name] = _best(turns[0]), _best(turns[1])
-    await close(ours)
+        ratios = [Speed(*(our / other for our, other in zip(*turn, strict=True))) for turn in zip(*turns, strict=True)]
+        found[name] = Compared(_median(turns[0]), _median(turns[1]), _median(ratios))
+    await ours.close()
     return found
 
 
-def _best(turns: Sequence[Speed]) -> Speed:
-    return Speed(max(turn.rate for turn in turns), min(turn.processor for turn in turns))
+def _median(turns: Sequence[Speed]) -> Speed:
+    return Speed(*map(statistics.median, zip(*turns, strict=True)))
 
 
-async def close(store: BlobStore) -> None:
-    await store.close()
-
-
-def told(server: str, found: dict[str, tuple[Speed, Speed]]) -> None:
-    for name, (ours, bare) in found.items():
+def told(server: str, found: dict[str, Compared]) -> None:
+    for name, (ours, bare, ratio) in found.items():
         print(  # noqa: T201
             f"{server}, {name}: {ours.rate:.0f} MB/s and {ours.processor:.2f} s/GB of processor, bare obstore "
-            f"{bare.rate:.0f} MB/s and {bare.processor:.2f} s/GB, ratio {ours.rate / bare.rate:.2f}"
+            f"{bare.rate:.0f} MB/s and {bare.processor:.2f} s/GB, ratios {ratio.rate:.2f} and {ratio.processor:.2f}"
         )
 
 
@@ -158,8 +164,10 @@ def test_puts_and_reads_are_about_as_fast_as_bare_obstore(tmp_path: Path) -> Non
     with null_server(tmp_path) as server:
         found = asyncio.run(compared(Place(server), _READS, _PACKS))
     told("a server that throws away", found)
-    assert all(ours.rate > 0.9 * bare.rate for ours, bare in found.values())
-    assert all(ours.processor < 1.5 * bare.processor for ours, bare in found.values())
+    both_digested = found.pop("get, both digested")  # there the bare loop digests while nobody else wants to run
+    assert both_digested.ratio.rate > 0.8
+    assert all(each.ratio.rate > 0.9 for each in found.values())
+    assert all(each.ratio.processor < 1.5 for each in (both_digested, *found.values()))
 
 
 @pytest.mark.slow
@@ -168,4 +176,4 @@ def test_puts_and_reads_of_a_server_of_s3_are_about_as_fast_as_bare_obstore(s3_p
     """Of moto, or the server that ``S3_SERVER`` names: the server is the limit, and moody."""
     found = asyncio.run(compared(s3_place, *((_READS, _PACKS) if REAL else (8, 4))))
     told(REAL or "moto", found)
-    assert all(ours.rate > 0.6 * bare.rate for ours, bare in found.values())
+    assert all(each.ratio.rate > 0.6 for each in found.values())

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 __all__ = [
     "Fault",
     "Proxy",
+    "abridge",
     "cut",
     "deny",
     "ignore_conditions",
@@ -74,9 +75,12 @@ class Handler(BaseHTTPRequestHandler):
         self.upstream.request(self.command, self.path, self.body or None, headers)
         return self.upstream.getresponse()
 
-    def answer(self, found: http.client.HTTPResponse, *, cut: bool = False) -> None:
-        """Send an answer to the client; with ``cut``, send half of its body and close the connection."""
+    def answer(self, found: http.client.HTTPResponse, *, cut: bool = False, abridged: bool = False) -> None:
+        """Send an answer to the client; with ``cut``, send half of its body and close the connection; ``abridged``,
+        say that the half is all."""
         body = found.read()
+        if abridged:
+            body = body[: len(body) // 2]
         self.send_response_only(found.status, found.reason)
         for name, value in found.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
@@ -148,6 +152,11 @@ def lose_reply(request: Handler) -> None:
 def cut(request: Handler) -> None:
     """The connection ends in the middle of the answer."""
     request.answer(request.forward(), cut=True)
+
+
+def abridge(request: Handler) -> None:
+    """The server sends fewer bytes than the range that it names."""
+    request.answer(request.forward(), abridged=True)
 
 
 def ignore_conditions(request: Handler) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.object_stores import BUCKET, Place
-from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late, lose_reply, slow_down
+from support.proxy import Proxy, abridge, cut, deny, ignore_ranges, internal_error, late, lose_reply, slow_down
 from support.scenes import config, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -139,9 +139,12 @@ async def test_two_creations_at_the_same_moment_are_tried_again(store: BlobStore
         await store.put("a", [b"x"], create_only=True)
 
 
+@pytest.mark.parametrize("size", [9 * MIB, 35 * MIB])  # at once, and in pieces
 @pytest.mark.parametrize("fault", [cut, internal_error])
-async def test_a_connection_that_is_cut_is_no_shorter_object(store: BlobStore, between: Proxy, fault: Any) -> None:
-    data = pattern(9 * MIB)
+async def test_an_answer_that_breaks_off_is_no_shorter_object(
+    store: BlobStore, between: Proxy, fault: Any, size: int
+) -> None:
+    data = pattern(size)
     await store.put("a", [data])
     into = bytearray(len(data))
     for read in (
@@ -153,6 +156,23 @@ async def test_a_connection_that_is_cut_is_no_shorter_object(store: BlobStore, b
         with pytest.raises(TierUnavailable) as raised:
             await read()
         assert not isinstance(raised.value, ShortRead)
+        await read()
+    assert into == data
+
+
+@pytest.mark.parametrize("size", [9 * MIB, 35 * MIB])
+async def test_a_range_of_which_too_little_comes_is_no_shorter_object(
+    store: BlobStore, between: Proxy, size: int
+) -> None:
+    data = pattern(size)
+    await store.put("a", [data])
+    into = bytearray(len(data))
+    for read in (lambda: store.get_into("a", 0, memoryview(into)), lambda: digested(store, into)):
+        between.fail("GET", abridge)
+        with pytest.raises(TierUnavailable) as raised:
+            await read()
+        assert not isinstance(raised.value, ShortRead)
+        assert "bytes" in str(raised.value)
         await read()
     assert into == data
 
