@@ -16,7 +16,7 @@ from support.scenes import SOON
 pytest.importorskip("jax")
 
 MOST = 96 << 20
-"""Of 128 MiB or more of which NumPy has no view; a save may take 128 MiB beyond state and slab."""
+"""Of 128 MiB or more of which NumPy has no view. Two threads read cells of 4 MiB; what XLA frees it frees later."""
 
 PROGRAM = """
 import gc, sys, threading, time
@@ -40,11 +40,14 @@ def state(step, side):
     made = {key: jax.device_put(np.full((side, side), step, np.float32), NamedSharding(mesh, spec))
             for key, spec in specs.items()}
     made["one"] = jax.device_put(np.full((side, side), step, np.float32), jax.devices()[2])
+    # shards that are cells
+    made["cells"] = jax.device_put(np.full((4096, 1024), step, np.float32), NamedSharding(mesh, P("x")))
     made["flags"] = jax.device_put(np.arange(1 << 20) % 3 == 0, NamedSharding(mesh, P("x")))
     return jax.block_until_ready(made)
 
 tiers = {"ram": {"kind": "ram", "path": ram, "capacity": "1 GiB"}}
-with CheckpointStore.open({"store": {"name": "of-jax"}, "tiers": tiers}).sync() as store:
+settings = {"name": "of-jax", "threads": 2, "chunk_size": "4 MiB"}
+with CheckpointStore.open({"store": settings, "tiers": tiers}).sync() as store:
     store.save(1, state(0, 4096), capture=capture).reached("ram")  # which compiles
     tree = state(2, 4096)
     gc.collect()
