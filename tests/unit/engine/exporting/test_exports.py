@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import json
-import os
 import threading
-from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,108 +11,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.frameworks import require
+from support.exports import Open, Paused, exported, heard, names, replace_writer, tree
 from support.limits import limit
 
-from tieredckpt import CheckpointStore, Closed, Conflict, Invalid, SyncStore, TierUnavailable, _registry
+from tieredckpt import Conflict, Invalid, TierUnavailable
 from tieredckpt.blobs.posix import stream
 from tieredckpt.blobs.posix.stream import Blocks
-from tieredckpt.config.formats import GROUP
 from tieredckpt.engine import limits
-from tieredckpt.engine.exporting import exporter, held_step
-from tieredckpt.engine.exporting.held_step import Reading
-from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.promoting import copy_step
-from tieredckpt.engine.saving import copy_to_slab
-from tieredckpt.engine.saving.save import Writer
-from tieredckpt.engine.tier import commit_file
-from tieredckpt.events import Event, ExportFailed, StepExported
-from tieredckpt.interchange.safetensors import SAFETENSORS
-
-Open = Callable[..., SyncStore]
-
-
-@pytest.fixture
-def open_store(tmp_path: Path, shared_memory: Path) -> Iterator[Open]:
-    """Opens the store of the test with exports; closed at the end of the test."""
-    opened: list[SyncStore] = []
-
-    def open_with(ram: dict[str, Any] | None = None, disk: dict[str, Any] | None = None, **exports: Any) -> SyncStore:
-        tiers = {
-            "ram": {"kind": "ram", "path": str(shared_memory / "ram"), "capacity": "16 MiB", **(ram or {})},
-            "disk": {"kind": "posix", "path": str(tmp_path / "disk"), "fsync": False, **(disk or {})},
-        }
-        for table in exports.values():
-            table.setdefault("to", str(tmp_path / "out"))
-        source = {"store": {"chunk_size": "8 KiB"}, "tiers": tiers, "exports": exports}
-        opened.append(CheckpointStore.open_sync(source))
-        return opened[-1]
-
-    yield open_with
-    for store in opened:
-        store.close()
-
-
-def tree(seed: int = 0) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
-    params = {
-        "w": rng.standard_normal((300, 71)).astype(np.float32),
-        "deep": rng.standard_normal((2, 3, 5, 7)).astype(np.float16),
-        "b": np.arange(10, dtype=np.int64),
-        "empty": np.zeros((0, 4), np.float32),
-        "scalar": np.array(2.5),
-    }
-    return {"params": params, "opt": {"m": np.ones((50, 40), np.float32), "count": seed}}
-
-
-def exported(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors of a folder of safetensors."""
-    assert SAFETENSORS.read is not None
-    return {name: np.array(value) for name, value in SAFETENSORS.read(path).items()}
-
-
-def heard(store: SyncStore, kind: type[Event]) -> list[Any]:
-    found: list[Any] = []
-    store.subscribe(lambda event: found.append(event) if isinstance(event, kind) else None)
-    return found
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder)) if folder.exists() else []
-
-
-class Paused:
-    """Replaces the writing of safetensors by one that waits after its first file was begun, until it is let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.when_given_up = False
-        assert SAFETENSORS.stream is not None
-        write = SAFETENSORS.stream
-
-        def stream(step: Any, files: Any, **options: Any) -> Any:
-            parts = step._parts
-
-            def slowly(*arguments: Any, **named: Any) -> Any:
-                for at, piece in enumerate(parts(*arguments, **named)):
-                    yield piece
-                    if not at:
-                        self.begun.set()
-                        while not (self.go_on.wait(0.01) or (self.when_given_up and step.given_up)):
-                            pass
-
-            step._parts = slowly
-            return write(step, files, **options)
-
-        (entry,) = _registry.offered(GROUP)["safetensors"]
-        monkeypatch.setattr(require(entry.module), entry.attr, dataclasses.replace(SAFETENSORS, stream=stream))
-
-
-@pytest.fixture
-def paused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paused]:
-    found = Paused(monkeypatch)
-    yield found
-    found.go_on.set()
+from tieredckpt.engine.exporting import exporter
+from tieredckpt.events import ExportFailed, StepExported
 
 
 def test_what_is_due_is_exported_bit_for_bit(open_store: Open, tmp_path: Path) -> None:
@@ -349,203 +252,6 @@ def test_a_step_that_is_saved_again_is_exported_again(open_store: Open, tmp_path
     assert names(tmp_path / "out") == ["step-1", "step-2"]
 
 
-def test_the_step_that_is_exported_stays_until_it_is(open_store: Open, tmp_path: Path, paused: Paused) -> None:
-    """RAM keeps one step, and no tier the one that is exported: it stays while it is read, though newer ones come."""
-    store = open_store(
-        ram={"capacity": "auto"},
-        disk={"promote": {"kind": "every_n_steps", "n": 100}},
-        hf={"format": "safetensors", "when": {"kind": "every_n_steps", "n": 10}},
-    )
-    store.save(10, tree(10))
-    assert paused.begun.wait(60)
-    for step in range(11, 16):
-        store.save(step, tree(step))
-    assert 10 in store.all_steps()
-    paused.go_on.set()
-    store.flush()
-    found = exported(tmp_path / "out" / "step-10")
-    np.testing.assert_array_equal(found["params.w"], tree(10)["params"]["w"])
-
-
-def test_a_save_does_not_wait_for_the_memory_of_a_step_that_is_exported(
-    open_store: Open, tmp_path: Path, paused: Paused, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """RAM has room for two steps. The export goes on from the disk, which has the step as well."""
-    store = open_store(
-        ram={"capacity": "8 MiB"}, hf={"format": "safetensors", "when": {"kind": "every_n_steps", "n": 10}}
-    )
-    limit(monkeypatch, export_part=1 << 19)  # one array, so that most are read after the pause
-    read_from = read_tiers(monkeypatch)
-    ckpt = store.save(10, large(10))
-    ckpt.reached("disk")
-    assert paused.begun.wait(60)
-    for step in range(11, 15):
-        saved = store.save(step, large(step)).saved
-        assert saved is not None
-        assert saved.tier == "ram"
-        assert not saved.skipped
-    assert "ram" not in store.where(10)
-    paused.go_on.set()
-    store.flush()
-    assert read_from == {"ram", "disk"}
-    found = exported(tmp_path / "out" / "step-10")
-    for name, value in large(10).items():
-        np.testing.assert_array_equal(found[name], value)
-
-
-def large(seed: int) -> dict[str, Any]:
-    """Six arrays, 3 MiB."""
-    rng = np.random.default_rng(seed)
-    return {f"w{at}": rng.standard_normal(1 << 16) for at in range(6)}
-
-
-def read_tiers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The tiers that exports read from, from now on."""
-    fill, found = held_step.fill, set[str]()
-
-    async def noted(state: Any, source: Any, targets: Any) -> Any:
-        sources = await fill(state, source, targets)
-        found.update(sources)
-        return sources
-
-    monkeypatch.setattr(held_step, "fill", noted)
-    return found
-
-
-def test_a_save_that_waits_for_a_promotion_does_not_wait_for_an_export_that_began_anew(
-    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """RAM has room for one step, which is to come to the disk first. It is exported, let go for the save, and exported
-    again: that lets it go, too."""
-    limit(monkeypatch, export_part=1 << 19)  # one array, so that most are read after a pause
-    promote, gave_way = threading.Event(), threading.Event()
-    pauses = [(threading.Event(), threading.Event()) for _ in range(2)]
-    attempts: list[int] = []
-    stream, write, give_way = SAFETENSORS.stream, copy_step.write_packs, Reading.give_way
-    assert stream is not None
-
-    def slowly(step: Any, files: Any, **options: Any) -> Any:
-        begun, go_on = pauses[min(len(attempts), 1)]
-        attempts.append(1)
-        parts = step._parts
-
-        def paused(*arguments: Any, **named: Any) -> Any:
-            for at, piece in enumerate(parts(*arguments, **named)):
-                yield piece
-                if not at:
-                    begun.set()
-                    assert go_on.wait(60)
-
-        step._parts = paused
-        return stream(step, files, **options)
-
-    async def later(*arguments: Any) -> Any:
-        while not promote.is_set():
-            await asyncio.sleep(0.01)
-        return await write(*arguments)
-
-    async def giving_way(self: Reading, *, must: bool) -> None:
-        while gave_way.is_set() and not pauses[1][0].is_set():  # the next export is to hold RAM first
-            await asyncio.sleep(0.01)
-        await give_way(self, must=must)
-        gave_way.set()
-
-    (entry,) = _registry.offered(GROUP)["safetensors"]
-    monkeypatch.setattr(require(entry.module), entry.attr, dataclasses.replace(SAFETENSORS, stream=slowly))
-    monkeypatch.setattr(copy_step, "write_packs", later)
-    monkeypatch.setattr(Reading, "give_way", giving_way)
-    limit(monkeypatch, look_for_room=0.2)
-    store = open_store(ram={"capacity": "8 MiB"}, hf={"format": "safetensors"})
-    saving = threading.Thread(target=store.save, args=(2, large(2)), daemon=True)
-    try:
-        store.save(1, large(1))
-        assert pauses[0][0].wait(60)
-        saving.start()
-        assert gave_way.wait(60)
-        pauses[0][1].set()
-        assert pauses[1][0].wait(60)  # it has begun anew, in RAM
-        assert saving.is_alive()
-        promote.set()
-        saving.join(30)
-        assert not saving.is_alive()
-    finally:
-        promote.set()
-        for _, go_on in pauses:
-            go_on.set()
-    store.flush()
-    for step in (1, 2):
-        found = exported(tmp_path / "out" / f"step-{step}")
-        for name, value in large(step).items():
-            np.testing.assert_array_equal(found[name], value)
-
-
-def test_an_export_reads_nothing_while_a_save_copies(
-    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both take the memory's bandwidth, and a training waits for the save alone."""
-    store = open_store(hf={"format": "safetensors"})
-    state, loop = store._life.engine.state, store._life.loop
-    seen: list[int] = []
-    fill = held_step.fill
-
-    async def watched(*arguments: Any) -> Any:
-        seen.append(state.ram_gate._saving)
-        return await fill(*arguments)
-
-    monkeypatch.setattr(held_step, "fill", watched)
-
-    async def copy(until: asyncio.Event) -> None:
-        with state.ram_gate.saving():
-            await until.wait()
-
-    async def begin() -> tuple[asyncio.Event, asyncio.Task[None]]:
-        end = asyncio.Event()
-        return end, asyncio.create_task(copy(end))
-
-    async def wait_for_export() -> None:
-        while not store._life.engine.exporter or store._life.engine.exporter.infos()[0].exporting is None:
-            await state.changed.wait(0.05)
-        await asyncio.sleep(0.2)  # in which it would have begun to read
-
-    end, copying = loop.call_blocking(begin())
-    store.save(1, tree())
-    loop.call_blocking(wait_for_export())
-    assert not seen
-    loop.soon(end.set)
-    store.flush()
-    assert copying.done()
-    assert set(seen) == {0}
-    assert names(tmp_path / "out") == ["step-1"]
-
-
-def test_a_save_closes_the_gate_while_it_plans_makes_room_copies_and_commits(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An export that reads in between delays what comes next."""
-    store = open_store(ram={"capacity": "4 MiB"})
-    gate = store._life.engine.state.ram_gate
-    seen: dict[str, set[int]] = {}
-    for owner, name in (
-        (Writer, "_planned_snapshot"),
-        (Collector, "make_room"),
-        (copy_to_slab, "copy_cells"),
-        (commit_file, "encode_now"),
-    ):
-        function = getattr(owner, name)
-
-        def watched(*arguments: Any, function: Any = function, name: str = name) -> Any:
-            if name != "encode_now" or arguments[0].in_memory:
-                seen.setdefault(name, set()).add(gate._saving)
-            return function(*arguments)
-
-        monkeypatch.setattr(owner, name, watched)
-    for step in range(4):
-        store.save(step, {"w": np.arange(320_000) + step})  # RAM has room for one
-    assert 1 in seen.pop("make_room")  # and open where it waits for a promotion, which an export need not
-    assert seen == {name: {1} for name in ("_planned_snapshot", "copy_cells", "encode_now")}
-    assert gate._saving == 0
-
-
 def test_an_export_that_hangs_blocks_neither_flush_nor_eviction_nor_the_others(
     open_store: Open, tmp_path: Path, paused: Paused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,60 +299,13 @@ def test_a_format_may_read_pieces_of_several_arrays_side_by_side_and_stop_early(
         read.extend([one, other])
         return {}
 
-    (entry,) = _registry.offered(GROUP)["safetensors"]
-    monkeypatch.setattr(require(entry.module), entry.attr, dataclasses.replace(SAFETENSORS, stream=stream))
+    replace_writer(monkeypatch, stream)
     store = open_store(hf={"format": "safetensors"})
     for step in (1, 2):
         store.save(step, {"a": np.full(5000, 1.0), "b": np.full(5000, 2.0), "c": np.full(step, 3.0)})
         store.flush()
     assert found == [True, True]
     assert not any(np.shares_memory(one, other) for one, other in combinations(read, 2))
-
-
-def test_nothing_is_read_for_an_export_that_has_ended(open_store: Open) -> None:
-    """A thread that was left behind asks late: the step would be held for ever."""
-    store = open_store()
-    store.save(1, tree())
-    store.flush()
-    state = store._life.engine.state
-    (step,) = state.records()
-
-    async def late() -> None:
-        reading = Reading(state, step, lambda *_: None)
-        await reading.index()
-        await reading.close()
-        with pytest.raises(Closed):
-            await reading.fill({"params/b": np.empty(10, np.int64)})
-        assert not any(tier.steps.pins for tier in state.tiers)
-
-    store._run(late())
-
-
-def test_a_save_gets_the_memory_of_a_step_whose_reads_wait_for_the_save(open_store: Open) -> None:
-    """Else it would wait for reads that wait for it; they go on from the next tier."""
-    store = open_store()
-    store.save(1, tree())
-    store.flush()
-    state = store._life.engine.state
-    (step,) = state.records()
-
-    async def read_beside_a_save() -> None:
-        reading = Reading(state, step, lambda *_: None)
-        await reading.index()
-        assert [bool(tier.steps.pins) for tier in state.tiers] == [True, False]
-        with state.ram_gate.saving():
-            wanted = [np.empty(10, np.int64) for _ in range(2)]
-            reads = [asyncio.ensure_future(reading.fill({"params/b": array})) for array in wanted]
-            await asyncio.sleep(0)  # both wait for the gate
-            await asyncio.wait_for(reading.give_way(must=True), 60)
-            assert not state.tiers[0].steps.pins
-            assert not any(read.done() for read in reads)
-        await asyncio.gather(*reads)
-        assert all((array == wanted[0]).all() for array in wanted)
-        assert [bool(tier.steps.pins) for tier in state.tiers] == [False, True]
-        await reading.close()
-
-    store._run(read_beside_a_save())
 
 
 def test_what_was_put_in_the_place_of_an_export_is_neither_replaced_nor_deleted(
