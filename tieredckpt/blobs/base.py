@@ -228,10 +228,10 @@ class GetDigested(Protocol):
 class PutStream(Protocol):
     """An ability of some stores: to take an object that is larger than the memory."""
 
-    async def put_stream(self, key: str, pieces: AsyncIterator[bytes]) -> None:
+    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer]) -> None:
         """Write the bytes that ``pieces`` gives, in order. Where that raises, nothing is written, and it is raised.
 
-        Raises as `Put.put`.
+        Pieces are not copied: nobody may change one that was given. Raises as `Put.put`.
         """
         ...
 

@@ -16,7 +16,7 @@ from obstore import exceptions, store
 from pydantic import SecretStr
 
 from tieredckpt._redact import redacted_text
-from tieredckpt.blobs.base import BlobInfo, Unanswered
+from tieredckpt.blobs.base import BlobInfo, Buffer, Unanswered
 from tieredckpt.blobs.object import aws_profile
 from tieredckpt.blobs.object.throttle import SlowDown
 from tieredckpt.concurrency import outlast
@@ -95,7 +95,7 @@ class Client:
         with self._errors(key, "written", exclusive=create_only):
             await obstore.put_async(self._store, key, views, mode=mode, use_multipart=False)
 
-    async def put_stream(self, key: str, pieces: AsyncIterator[bytes]) -> None:
+    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer]) -> None:
         """Several requests, after the last of which the object is there at once; none of it is if this raises.
 
         The pieces come once, so each request is repeated by itself.
@@ -103,7 +103,7 @@ class Client:
         given_up: BaseException | None = None
         cancelled = False
 
-        async def given() -> AsyncIterator[bytes]:
+        async def given() -> AsyncIterator[Buffer]:
             nonlocal given_up
             try:
                 async for piece in pieces:

@@ -127,7 +127,7 @@ class ObjectStore:
             finally:
                 await outlast(asyncio.ensure_future(_let_go(views)))
 
-    async def put_stream(self, key: str, pieces: AsyncIterator[bytes]) -> None:
+    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer]) -> None:
         self._check(key)
         with self._in_use():
             await self._client.put_stream(key, pieces)  # not to be repeated: the pieces come once

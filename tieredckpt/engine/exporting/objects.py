@@ -38,7 +38,7 @@ class _StreamedObject:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[bytearray | None] = asyncio.Queue()
         self._room = threading.Semaphore(_WAITING)
         self._block = bytearray()
         self._given_up = False
@@ -64,10 +64,10 @@ class _StreamedObject:
 
     def _hand_over(self) -> None:
         if self._block:
-            self._put(bytes(self._block))
-            self._block.clear()
+            self._put(self._block)
+            self._block = bytearray()  # the other is sent from where it lies
 
-    def _put(self, piece: bytes | None) -> None:
+    def _put(self, piece: bytearray | None) -> None:
         if not self._room.acquire(timeout=_SENT_WITHIN):
             raise TierUnavailable(f"the server took nothing for {_SENT_WITHIN:g} s")
         if self._given_up:
@@ -81,7 +81,7 @@ class _StreamedObject:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, None)
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncIterator[bytearray]:
         """What is to be sent, on the loop. Raises `Closed` for a file that is not complete: its upload is aborted."""
         while (piece := await self._pieces.get()) is not None and not self._given_up:
             yield piece
