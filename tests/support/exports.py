@@ -58,13 +58,13 @@ def names(folder: Path) -> list[str]:
 
 
 def replace_writer(monkeypatch: pytest.MonkeyPatch, stream: Callable[..., Any]) -> None:
-    """Let another function write the exports whose format is safetensors."""
+    """Replace the function that writes exports whose format is safetensors."""
     (entry,) = _registry.offered(GROUP)["safetensors"]
     monkeypatch.setattr(require(entry.module), entry.attr, dataclasses.replace(SAFETENSORS, stream=stream))
 
 
 def stop_after_first_part(step: Any, stop: Callable[[], None]) -> None:
-    """Call ``stop`` on the thread that exports, when it has read the first part of each file."""
+    """Call ``stop`` on the thread that exports, behind the first part of everything that it asks to be read."""
     parts = step._parts
 
     def stopping(*arguments: Any, **named: Any) -> Any:

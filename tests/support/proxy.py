@@ -32,6 +32,7 @@ __all__ = [
     "ignore_ranges",
     "internal_error",
     "late",
+    "lengthen",
     "lose_reply",
     "proxy",
     "slow_down",
@@ -75,12 +76,14 @@ class Handler(BaseHTTPRequestHandler):
         self.upstream.request(self.command, self.path, self.body or None, headers)
         return self.upstream.getresponse()
 
-    def answer(self, found: http.client.HTTPResponse, *, cut: bool = False, abridged: bool = False) -> None:
-        """Send an answer to the client; with ``cut``, send half of its body and close the connection; ``abridged``,
-        say that the half is all."""
+    def answer(
+        self, found: http.client.HTTPResponse, *, cut: bool = False, change: Callable[[bytes], bytes] | None = None
+    ) -> None:
+        """Send an answer to the client, with another body if ``change`` makes one; with ``cut``, send half of the body
+        and close the connection."""
         body = found.read()
-        if abridged:
-            body = body[: len(body) // 2]
+        if change is not None:
+            body = change(body)
         self.send_response_only(found.status, found.reason)
         for name, value in found.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
@@ -156,7 +159,12 @@ def cut(request: Handler) -> None:
 
 def abridge(request: Handler) -> None:
     """The server sends fewer bytes than the range that it names."""
-    request.answer(request.forward(), abridged=True)
+    request.answer(request.forward(), change=lambda body: body[: len(body) // 2])
+
+
+def lengthen(request: Handler) -> None:
+    """The server sends more bytes than the range that it names."""
+    request.answer(request.forward(), change=lambda body: body + bytes(50))
 
 
 def ignore_conditions(request: Handler) -> None:

@@ -231,7 +231,8 @@ class PutStream(Protocol):
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer]) -> None:
         """Write the bytes that ``pieces`` gives, in order. Where that raises, nothing is written, and it is raised.
 
-        Pieces are not copied: nobody may change one that was given. Raises as `Put.put`.
+        A piece that was given belongs to the store, which copies none: nobody may change it, also after a
+        cancellation. Raises as `Put.put`.
         """
         ...
 

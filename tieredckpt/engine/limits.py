@@ -52,8 +52,8 @@ class Limits:
     read_run: int = 16 << 20
     """Small neighbouring extents are read together up to this size."""
     reads_under_way: int = 192 << 20
-    """Asked for at a time of a store that digests reads, or one run: each read ends within the deadline of a tier that
-    is as slow as it may be, though all share its bandwidth."""
+    """Asked for at a time of a store that digests reads or lies behind a network, or one run: each read ends within
+    the deadline of a tier that is as slow as it may be, though all share its bandwidth."""
 
     steps_asked: int = 4
     """Newest steps whose indexes are asked which copy of a chunk they use, before a chunk is read to verify it."""

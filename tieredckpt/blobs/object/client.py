@@ -15,7 +15,7 @@ import obstore
 from obstore import exceptions, store
 from pydantic import SecretStr
 
-from tieredckpt._redact import redacted_text
+from tieredckpt._redact import redacted_text, secrets_of
 from tieredckpt.blobs.base import BlobInfo, Buffer, Unanswered
 from tieredckpt.blobs.object import aws_profile
 from tieredckpt.blobs.object.throttle import SlowDown
@@ -70,7 +70,7 @@ class Range(NamedTuple):
 
 
 class Client:
-    """The objects below the prefix of a tier. Every verb is one request, and is not repeated here."""
+    """The objects below the prefix of a tier. Every method is one request, and is not repeated here."""
 
     _used_by: int | None = None
     """The process whose obstore has begun to work; its threads are not in a process that was forked since."""
@@ -143,7 +143,8 @@ class Client:
                 raise
 
     async def get(self, key: str, start: int | None = None, end: int | None = None, *, piece: int) -> tuple[Range, int]:
-        """What arrives of an object, in pieces of so many bytes at least, and the size of the object.
+        """What arrives of an object, in pieces of so many bytes at least, and the size of the object: for what may be
+        large.
 
         A range that begins beyond the end is a `ShortRead`; one that ends there arrives in part.
         """
@@ -154,8 +155,9 @@ class Client:
         start, end = found
         return Range(start, end, self._pieces(key, result, piece)), size
 
-    async def get_range(self, key: str, start: int, end: int) -> Any:
-        """What `get` gives of a range, as one buffer: without a turn of the loop between its head and its bytes."""
+    async def get_range(self, key: str, start: int, end: int) -> obstore.Bytes:
+        """A range of an object as one buffer, all of it in memory: without a turn of the loop between its head and its
+        bytes. It is shorter where the object ends, and has the length that the server likes if that lies."""
         with self._errors(key, "read"):
             return await obstore.get_range_async(self._store, key, start=start, end=end)
 
@@ -335,7 +337,7 @@ _MAKERS: Mapping[type[ObjectTier], Callable[..., Callable[..., Any]]] = {
 
 
 def _secrets(tier: ObjectTier) -> tuple[str, ...]:
-    return tuple(value.get_secret_value() for _, value in tier if isinstance(value, SecretStr))
+    return secrets_of({"secret": [value.get_secret_value() for _, value in tier if isinstance(value, SecretStr)]})
 
 
 def _told(secret: SecretStr | None) -> str | None:

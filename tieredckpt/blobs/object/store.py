@@ -1,4 +1,7 @@
-"""A blob store over an object store: one request for each verb, packs from the caller's memory and into it."""
+"""A blob store over an object store: one request for each verb, packs from the caller's memory and into it.
+
+A range of which too little came takes a second request, which tells why.
+"""
 
 from __future__ import annotations
 
@@ -195,18 +198,19 @@ class ObjectStore:
         if end - start <= _PIECE:
             data = await self._throttle(lambda: self._client.get_range(key, start, end))
             if len(data) != end - start:
-                raise self._short(key, start, end, (await self._throttle(lambda: self._client.stat(key))).size)
+                info = await self._throttle(lambda: self._client.stat(key))
+                raise self._short(key, start, end, len(data), info.size)
             await in_thread(landing.take, data, pool=self._copiers)
             return
         arriving, size = await self._throttle(lambda: self._client.get(key, start, end, piece=_PIECE))
         if arriving.end < end or arriving.start != start:
-            raise self._short(key, start, end, size)
+            raise self._short(key, start, end, arriving.end - arriving.start, size)
         await self._land(key, arriving, landing)
 
-    def _short(self, key: str, start: int, end: int, size: int) -> Exception:
-        """Why less came of a range than was wanted: the object has no more, or else the answer broke off."""
+    def _short(self, key: str, start: int, end: int, came: int, size: int) -> ShortRead | TierUnavailable:
+        """Why not all of a range came: the object has no more, or else its server does not do what it announces."""
         if size >= end:
-            return TierUnavailable(f"{self._at(key)}: not all bytes from {start} to {end} came")
+            return TierUnavailable(f"{self._at(key)}: {came} bytes came of the {end - start} from {start} on")
         return ShortRead(f"{self._at(key)} has {size} bytes, and those from {start} to {end} were wanted")
 
     async def _land(self, key: str, arriving: Range, landing: Landing) -> None:

@@ -26,7 +26,7 @@ from tieredckpt.errors import Closed, Corrupt, Invalid, NotFound, TierUnavailabl
 __all__ = ["ObjectFiles", "Objects"]
 
 _PIECE = 8 << 20
-"""Bytes that are handed over at a time."""
+"""Bytes that are handed over at a time, at least."""
 _WAITING = 2
 """Pieces that wait to be sent."""
 _SENT_WITHIN = 150.0

@@ -257,12 +257,12 @@ async def _from_packs(
             source.note(tier, piece.key, piece.chunk, error)
         return pieces
     traits = store.traits
+    under_way = max(1, limits.in_force.reads_under_way // max(run.end - run.offset for run in waiting))
     if encoding.raw and traits.digested_reads and isinstance(store, GetDigested):
         read = partial(_digested, state, tier, through_scratch=asyncio.Semaphore(_SCRATCH_RUNS))
-        largest = max(run.end - run.offset for run in waiting)
-        runs_at_once = min(digested_reads or traits.digested_reads, max(1, limits.in_force.reads_under_way // largest))
+        runs_at_once = min(digested_reads or traits.digested_reads, under_way)
     else:
-        reads = max(_REMOTE_READS, traits.digested_reads) if traits.remote else _REMOTE_READS
+        reads = min(max(_REMOTE_READS, traits.digested_reads), under_way) if traits.remote else _REMOTE_READS
         # Besides what is being read, as much is being verified.
         read = partial(_through_scratch, state, tier, encoding, reading=asyncio.Semaphore(reads))
         runs_at_once = 2 * reads

@@ -30,9 +30,9 @@ async def store(s3_place: Place, between: Proxy) -> AsyncIterator[ObjectStore]:
     await store.close()
 
 
-async def pieces(nbytes: int) -> AsyncIterator[bytes]:
+async def pieces(nbytes: int) -> AsyncIterator[bytearray]:
     for at in range(0, nbytes, 8 * MIB):
-        yield pattern(min(8 * MIB, nbytes - at), at)
+        yield bytearray(pattern(min(8 * MIB, nbytes - at), at))
 
 
 def whole(nbytes: int) -> bytes:

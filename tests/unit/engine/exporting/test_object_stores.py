@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from support.agents import eventually
-from support.frameworks import require
+from support.exports import heard, replace_writer
 from support.limits import limit
 from support.object_stores import CREDENTIALS, Place
 
-from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, SyncStore, TierUnavailable, _registry
+from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, SyncStore, TierUnavailable
 from tieredckpt.blobs.object.client import Client
 from tieredckpt.blobs.object.store import ObjectStore
-from tieredckpt.config.formats import GROUP
 from tieredckpt.engine.exporting.objects import Objects
-from tieredckpt.events import Event, ExportFailed, StepExported
+from tieredckpt.events import ExportFailed, StepExported
 from tieredckpt.interchange import export_step
 from tieredckpt.interchange.safetensors import SAFETENSORS
 
@@ -72,12 +70,6 @@ def equal(found: dict[str, Any], saved: dict[str, Any]) -> None:
     assert found.keys() == saved.keys() - {"count"}
     for name, value in found.items():
         np.testing.assert_array_equal(value, saved[name])
-
-
-def heard(store: SyncStore, kind: type[Event]) -> list[Any]:
-    found: list[Any] = []
-    store.subscribe(lambda event: found.append(event) if isinstance(event, kind) else None)
-    return found
 
 
 def test_what_is_due_is_in_the_bucket_bit_for_bit(open_store: Open, s3_place: Place, tmp_path: Path) -> None:
@@ -154,8 +146,7 @@ def test_an_export_that_does_not_end_leaves_no_parts_of_a_file(
         step.pieces = some
         return stream(step, files, **options)
 
-    (entry,) = _registry.offered(GROUP)["safetensors"]
-    monkeypatch.setattr(require(entry.module), entry.attr, dataclasses.replace(SAFETENSORS, stream=ending))
+    replace_writer(monkeypatch, ending)
     limit(monkeypatch, export_gives_up=60.0)
     store = open_store()
     store.save(1, {f"w{at}": np.ones(1 << 20) for at in range(12)})

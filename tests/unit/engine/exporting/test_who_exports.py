@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from support.agents import eventually
 from support.cohort import cohort, common, whole
+from support.exports import exported
 from support.scenes import Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, TierUnavailable
 from tieredckpt.events import ExportFailed, StepExported
-from tieredckpt.interchange.safetensors import SAFETENSORS
 
 DYING = """
 import json, os, signal, sys
@@ -38,12 +38,6 @@ def save_and_die(settings: dict[str, Any]) -> None:
     command = [sys.executable, "-c", DYING, json.dumps(settings)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-
-
-def exported(path: Path) -> dict[str, Any]:
-    """The tensors of a folder of safetensors."""
-    assert SAFETENSORS.read is not None
-    return {name: np.array(value) for name, value in SAFETENSORS.read(path).items()}
 
 
 async def test_of_several_ranks_rank_0_exports_the_whole_step_once(shared_memory: Path, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from support.scenes import SOON
 pytest.importorskip("jax")
 
 MOST = 96 << 20
-"""Of 128 MiB or more of which NumPy has no view. Two threads read cells of 4 MiB; what XLA frees it frees later."""
+"""Bytes that a save may take beyond the state and the slab. NumPy has no view of 128 MiB of the state or more; two
+threads hold a cell of 4 MiB each, and XLA frees late: up to 22 MiB were seen."""
 
 PROGRAM = """
 import gc, sys, threading, time
