@@ -96,7 +96,8 @@ class CudaRig:
         return self.torch.from_numpy(array)
 
     def change(self, array: Any, values: Any) -> None:
-        array.copy_(self._tensor(values).to(array.dtype))
+        # From pageable memory, torch would wait for the stream.
+        array.copy_(self._tensor(values).to(array.dtype).pin_memory(), non_blocking=True)
 
     def read(self, array: Any) -> npt.NDArray[Any]:
         here = array.cpu()

@@ -70,7 +70,10 @@ class Stream(Protocol):
         """An event here."""
 
     def finish(self) -> None:
-        """Block until nothing of it is under way, whatever came of it. Needs no event. Releases the GIL."""
+        """Block until nothing of it is under way, whatever came of it. Needs no event. Releases the GIL.
+
+        Any thread may call it, also while another one uses the stream.
+        """
 
 
 class Device(Protocol):
@@ -114,7 +117,7 @@ class Driver(Protocol):
         """New page-locked memory. Blocking. Raises `OSError` where that is refused."""
 
     def in_use(self) -> Sequence[Device]:
-        """The devices that hold memory of this process; before there are such, the one that it is about to use."""
+        """The devices that this process has begun to use."""
 
     def current_streams(self) -> Mapping[Device, Stream]:
         """The stream of each device on which the calling thread works, as its framework has it."""

@@ -1,18 +1,23 @@
 """torch's CUDA devices. Imports torch; imported only where a program has initialized CUDA, or asks about it.
 
 See the CUDA Runtime API, cudaHostRegister and cudaMemcpyAsync, and "CUDA semantics" of PyTorch's notes.
+
+Most of what is here runs on threads of the library, whose current device is the first one, used or not. Work on another
+is begun with that as the current device: what sets the first one makes it hold memory for this process.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import torch
 
+from tieredckpt.concurrency import begun_on_own_thread
 from tieredckpt.devices.base import Bytes, Device, DeviceFull, Driver, Event, Stream, address
 from tieredckpt.errors import DeviceUnavailable
 from tieredckpt.units import format_size
@@ -21,12 +26,38 @@ __all__ = ["DRIVER", "device_of", "devices"]
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: page-locked for all devices, whichever is the calling thread's."""
+_RELAXED = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``: what the thread calls ends no capture of a CUDA graph by another thread."""
+
+
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Let a capture of a CUDA graph on another thread go on, which an event that is waited for would end, or memory
+    that is taken. See the CUDA Driver API, cuThreadExchangeStreamCaptureMode, which torch does not offer."""
+    if (exchange := _exchange()) is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@cache
+def _exchange() -> Any:
+    """Sets the calling thread's mode, and gives the one before. None without NVIDIA's driver, as for torch of ROCm."""
+    with suppress(OSError, AttributeError):
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    return None
 
 
 @contextmanager
 def _mapped(name: str, what: str) -> Iterator[None]:
     try:
-        yield
+        with _beside_captures():
+            yield
     except torch.cuda.OutOfMemoryError as error:
         raise DeviceFull(f"device {name}: {what} failed: {error}") from error
     except RuntimeError as error:  # of CUDA and of its allocator
@@ -46,9 +77,11 @@ class _CudaStream:
     def __init__(self, name: str, stream: Any) -> None:
         self._name, self._stream = name, stream
 
-    def working(self) -> Any:
-        """A context in which the calling thread works on this stream."""
-        return torch.cuda.stream(self._stream)
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Let the calling thread work on this stream."""
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            yield
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -98,7 +131,8 @@ class _CudaStream:
         return _CudaEvent(self._name, event)
 
     def finish(self) -> None:
-        with suppress(RuntimeError):  # of a device that has failed, which runs nothing any more
+        # Of a device that has failed, which runs nothing any more.
+        with suppress(RuntimeError), _beside_captures():
             self._stream.synchronize()
 
 
@@ -145,27 +179,21 @@ class _CudaDevice:
 
 class _CudaDriver:
     def register(self, memory: Bytes) -> None:
-        # On a thread that launches no kernel later: a refusal stays that thread's last error.
-        code = torch.cuda.cudart().cudaHostRegister(address(memory), memory.nbytes, _PORTABLE)
-        self._check("cudaHostRegister", code)
+        _on_a_thread_that_ends("cudaHostRegister", address(memory), memory.nbytes, _PORTABLE)
 
     def unregister(self, memory: Bytes) -> None:
-        self._check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address(memory)))
-
-    def _check(self, what: str, code: Any) -> None:
-        if int(code) != 0:
-            raise OSError(f"{what} answered {int(code)}: {torch.cuda.cudart().cudaGetErrorString(code)}")
+        _on_a_thread_that_ends("cudaHostUnregister", address(memory))
 
     def pinned(self, nbytes: int) -> Bytes:
         try:
-            memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+            with _beside_captures():
+                memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         except RuntimeError as error:
             raise OSError(str(error)) from error
         return memory
 
     def in_use(self) -> Sequence[Device]:
-        indices = range(torch.cuda.device_count())
-        return [_device(i) for i in indices if torch.cuda.memory_reserved(i)] or [_device(torch.cuda.current_device())]
+        return list(map(_device, _begun()))
 
     def current_streams(self) -> Mapping[Device, Stream]:
         return {
@@ -175,6 +203,31 @@ class _CudaDriver:
 
 
 DRIVER: Final = _CudaDriver()
+
+
+def _begun() -> list[int]:
+    """The devices that this process has begun to use, by torch or by anything else."""
+    return [index for index in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(index)]
+
+
+def _on_a_thread_that_ends(what: str, *arguments: int) -> None:
+    """Call a function of the runtime. Raises `OSError`.
+
+    A refusal stays the last error of its thread, and would be taken for the error of a kernel that is launched there
+    later; torch offers nothing that clears it.
+    """
+
+    def call() -> None:
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(next(iter(_begun()), -1)), _beside_captures():
+            code = getattr(runtime, what)(*arguments)
+        if int(code) != 0:
+            raise OSError(f"{what} answered {int(code)}: {runtime.cudaGetErrorString(code)}")
+
+    try:
+        begun_on_own_thread(what, call).result()
+    except RuntimeError as error:  # of a device that has failed
+        raise OSError(str(error)) from error
 
 
 @lru_cache(maxsize=64)

@@ -6,8 +6,8 @@ A copy goes straight to or from registered memory. What lies elsewhere passes th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -62,14 +62,16 @@ class Link(Generic[T]):
 
     Args:
         memory: what devices reach by themselves.
-        stream: makes a stream, for the first copy of each device.
+        stream: lends a stream, for the copies of a device.
         part: the most bytes of one copy.
     """
 
-    def __init__(self, memory: HostMemory, stream: Callable[[Device], Stream], part: int) -> None:
+    def __init__(
+        self, memory: HostMemory, stream: Callable[[Device], AbstractContextManager[Stream]], part: int
+    ) -> None:
         self._memory, self._stream, self._part = memory, stream, part
         self._ahead = max(1, min(_AHEAD, BUFFER // part))
-        self.streams: dict[Device, Stream] = {}
+        self._streams: dict[Device, Stream] = {}
         self._flights: deque[Flight[T]] = deque()
         self._free: dict[Driver, list[Bytes]] = {}
         """Parts of buffers, each for one copy."""
@@ -84,7 +86,7 @@ class Link(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Wait for what is in flight, whatever comes of it, and give the buffers back."""
+        """Wait for what is in flight, whatever comes of it, and give buffers and streams back."""
         for flight in self._flights:
             with suppress(DeviceUnavailable):
                 flight.landed.wait()
@@ -105,16 +107,12 @@ class Link(Generic[T]):
         ``target`` is None where a buffer is to take it. Raises `DeviceUnavailable`; a part may be in flight then.
         """
         stream = self._stream_of(device)
-        parts = None if target is None else self._memory.within(device.driver, target[:nbytes])
-        buffer = None
-        if parts is None:
-            buffer = self._buffer(device.driver)
-            parts = [buffer[:nbytes]]
-        try:
-            stream.copy_out(source, parts)
-        finally:
-            # Also of a copy that failed half way: some of its parts may be under way.
-            self._flights.append(Flight(what, _mark(stream), buffer, device.driver))
+        with self._way(device.driver, None if target is None else target[:nbytes], nbytes) as (parts, buffer):
+            try:
+                stream.copy_out(source, parts)
+            finally:
+                # Also of a copy that failed half way: some of its parts may be under way.
+                self._flights.append(Flight(what, _mark(stream), buffer, device.driver))
 
     def copy_in(self, what: T, device: Device, source: Bytes, target: Any, ready: Event | None) -> None:
         """Begin to fill ``target``, an array on ``device``, with its row-major bytes, once it is ``ready``.
@@ -122,18 +120,15 @@ class Link(Generic[T]):
         ``source`` stays as it is until that has landed. Raises `DeviceUnavailable`; a part may be in flight then.
         """
         stream = self._stream_of(device)
-        parts = self._memory.within(device.driver, source)
-        buffer = None
-        if parts is None:
-            buffer = self._buffer(device.driver)
-            np.copyto(buffer[: source.size], source)
-            parts = [buffer[: source.size]]
         if ready is not None:
             stream.after(ready)
-        try:
-            stream.copy_in(parts, target)
-        finally:
-            self._flights.append(Flight(what, _mark(stream), buffer, device.driver))
+        with self._way(device.driver, source, source.size) as (parts, buffer):
+            if buffer is not None:
+                np.copyto(parts[0], source)
+            try:
+                stream.copy_in(parts, target)
+            finally:
+                self._flights.append(Flight(what, _mark(stream), buffer, device.driver))
 
     def land(self) -> Flight[T]:
         """The oldest copy, which has not arrived: wait for it, use it, then `done`."""
@@ -145,9 +140,21 @@ class Link(Generic[T]):
             self._free[flight.driver].append(flight.buffer)
 
     def _stream_of(self, device: Device) -> Stream:
-        if device not in self.streams:
-            self.streams[device] = self._stream(device)
-        return self.streams[device]
+        if device not in self._streams:
+            self._streams[device] = self._lent.enter_context(self._stream(device))
+        return self._streams[device]
+
+    @contextmanager
+    def _way(self, driver: Driver, memory: Bytes | None, nbytes: int) -> Iterator[tuple[list[Bytes], Bytes | None]]:
+        """Where on the host a copy of so many bytes ends or begins, in the block that enqueues it: parts of ``memory``,
+        or of a buffer, which is the second one then."""
+        direct = nullcontext(None) if memory is None else self._memory.direct(driver, memory)
+        with direct as parts:
+            if parts is not None:
+                yield parts, None
+            else:
+                buffer = self._buffer(driver)
+                yield [buffer[:nbytes]], buffer
 
     def _buffer(self, driver: Driver) -> Bytes:
         if driver not in self._free:

@@ -1,16 +1,18 @@
-"""Host memory that devices reach by themselves: the registered ranges of mappings, and page-locked buffers."""
+"""Host memory that devices reach by themselves, registered or page-locked, and the streams on which they copy."""
 
 from __future__ import annotations
 
 import bisect
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from tieredckpt.devices.base import Bytes, Driver, address
+from tieredckpt.devices.base import Bytes, Device, Driver, Stream, address
+from tieredckpt.errors import DeviceUnavailable
 from tieredckpt.units import format_size
 
 __all__ = ["BUFFER", "HostMemory", "Registered"]
@@ -19,8 +21,11 @@ _log = logging.getLogger("tieredckpt")
 
 BUFFER = 64 << 20
 """Bytes of a page-locked buffer; more only where a chunk is larger."""
-_REGISTERED_AT_ONCE = 256 << 20
-"""Bytes of a range: what a program that allocates device memory meanwhile waits for, since the driver has one lock."""
+_REGISTERED_AT_ONCE = 64 << 20
+"""Bytes of a range, whose registration holds a lock of the driver that every process of the machine waits for: about
+7 ms, by what others measured."""
+_PAUSE = 0.001
+"""Seconds between two, in which a program takes device memory, or makes a stream."""
 
 
 class Registered:
@@ -66,6 +71,7 @@ class Registered:
                     )
                     return
                 self._ends.append(end)
+            time.sleep(_PAUSE)
 
     def within(self, memory: Bytes) -> list[Bytes] | None:
         """``memory`` in parts that lie in one range each; None unless all of it is registered."""
@@ -85,7 +91,7 @@ class Registered:
         return parts
 
     def close(self) -> None:
-        """Give all ranges back to the driver, before the mapping goes. No transfer is under way."""
+        """Give all ranges back to the driver, before the mapping goes. No copy is under way there."""
         with self._guards_ranges:
             self._closed = True
             start = 0
@@ -104,7 +110,12 @@ class HostMemory:
         self._registered: dict[Driver, tuple[Registered, ...]] = {}
         """Of each driver that was met, the mappings that are followed."""
         self._buffers: dict[Driver, list[Bytes]] = {}
+        self._streams: dict[Device, list[Stream]] = {}
+        """That nobody uses."""
+        self._at_work: list[Stream] = []
         self._guards_members = threading.Lock()
+        self._guards_mappings = threading.Lock()
+        """Held while a copy to or from one is enqueued: none is given back meanwhile."""
         self._told = False
         """That there is no page-locked memory."""
 
@@ -117,12 +128,15 @@ class HostMemory:
                     self._registered[driver] += (Registered(mapping, driver),)
 
     def forget(self, mapping: Bytes) -> None:
-        """Give a mapping back to the drivers, before it goes."""
-        with self._guards_members:
+        """Give a mapping back to the drivers, before it goes, when the copies there have ended."""
+        with self._guards_mappings, self._guards_members:
             gone = [each for some in self._registered.values() for each in some if each.mapping is mapping]
             self._mappings = tuple(each for each in self._mappings if each is not mapping)
             for driver, some in self._registered.items():
                 self._registered[driver] = tuple(each for each in some if each.mapping is not mapping)
+            at_work = list(self._at_work)
+        for stream in at_work if any(each.nbytes for each in gone) else ():
+            stream.finish()
         for registered in gone:
             registered.close()
 
@@ -146,6 +160,45 @@ class HostMemory:
             if (parts := registered.within(memory)) is not None:
                 return parts
         return None
+
+    @contextmanager
+    def direct(self, driver: Driver, memory: Bytes) -> Iterator[list[Bytes] | None]:
+        """As `within`, for a block that enqueues the copies, on a stream of `stream`."""
+        parts = self.within(driver, memory)
+        if parts is None:
+            yield None
+            return
+        with self._guards_mappings:
+            yield self.within(driver, memory)  # it may have been given back in between
+
+    @contextmanager
+    def stream(self, device: Device) -> Iterator[Stream]:
+        """A stream of the device for the length of the block, at whose end nothing of it is under way.
+
+        They are reused: a process has 32 of CUDA, which torch hands out again and again, to NCCL as well.
+        """
+        self.meet(device.driver)
+        with self._guards_members:
+            free = self._streams.setdefault(device, [])
+            stream = free.pop() if free else None
+        if stream is None:
+            stream = device.stream()
+        with self._guards_members:
+            self._at_work.append(stream)
+        try:
+            yield stream
+        finally:
+            reusable = False
+            try:
+                stream.record().wait()
+                reusable = True
+            except DeviceUnavailable:  # it has failed
+                stream.finish()
+            finally:
+                with self._guards_members:
+                    self._at_work.remove(stream)
+                    if reusable:
+                        free.append(stream)
 
     def registered(self, mapping: Bytes) -> int:
         """Bytes of the mapping that every driver that was met has registered."""
@@ -192,3 +245,4 @@ class HostMemory:
             self.forget(mapping)
         with self._guards_members:
             self._buffers.clear()
+            self._streams.clear()

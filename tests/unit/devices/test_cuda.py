@@ -6,8 +6,9 @@ and layouts; order and page-locking are for the fake device, and for ``pytest -m
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,10 @@ from support.scenes import CHUNK
 
 torch = pytest.importorskip("torch")
 
-from tieredckpt import CheckpointStore
+from tieredckpt import CheckpointStore, DeviceUnavailable, Invalid
 from tieredckpt.config import StoreConfig
 from tieredckpt.devices import cuda, drivers
+from tieredckpt.engine.saving.lazy import _is_as, _look
 from tieredckpt.tree import torch_leaves
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn]
@@ -28,6 +30,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64,
 
 class Immediate:
     """A stream and an event that are always done."""
+
+    device = "cuda:0"
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -52,7 +56,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         return
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, Immediate)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
     monkeypatch.setattr(cuda._CudaDriver, "register", lambda *_: None)
     monkeypatch.setattr(cuda._CudaDriver, "unregister", lambda *_: None)
     monkeypatch.setattr(cuda._CudaDriver, "pinned", lambda _, nbytes: np.empty(nbytes, np.uint8))
@@ -173,14 +178,116 @@ def test_a_device_has_the_id_that_the_bus_has_for_it(
     assert cuda._device(0).bus_id == bus_id
 
 
-@pytest.mark.parametrize(("held", "used"), [([0, 4096, 1], [1, 2]), ([0, 0, 0], [2])])
-def test_the_devices_in_use_are_those_with_memory_or_else_the_current_one(
-    held: list[int], used: list[int], monkeypatch: pytest.MonkeyPatch
+class Runtime:
+    """CUDA's, of three devices of which the last two are in use: what it is asked, by which thread, on which device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.mode = 0
+        self._current = threading.local()
+        self._code = code
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", [False, True, True].__getitem__, raising=False)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", self._on)
+        monkeypatch.setattr(cuda, "_exchange", lambda: self._exchange)
+
+    @contextmanager
+    def _on(self, device: Any) -> Iterator[None]:
+        self._current.device = device
+        yield
+        self._current.device = None
+
+    def _exchange(self, mode: Any) -> None:
+        mode._obj.value, self.mode = self.mode, mode._obj.value
+
+    def _called(self, what: str, *arguments: Any) -> int:
+        self.asked.append((what, threading.get_ident(), getattr(self._current, "device", None), self.mode))
+        return self._code
+
+    def cudaHostRegister(self, *arguments: int) -> int:  # noqa: N802
+        return self._called("register", *arguments)
+
+    def cudaHostUnregister(self, *arguments: int) -> int:  # noqa: N802
+        return self._called("unregister", *arguments)
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        return f"error {code}"
+
+
+def test_the_devices_in_use_are_those_that_the_process_has_begun_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    Runtime(monkeypatch)
+    assert cuda.DRIVER.in_use() == [cuda._device(1), cuda._device(2)]
+
+
+def test_memory_is_registered_on_a_device_in_use_by_a_thread_that_launches_nothing_later(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", held.__getitem__)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert cuda.DRIVER.in_use() == [cuda._device(index) for index in used]
+    """A refusal stays the last error of its thread, and the first device would be made to hold memory."""
+    runtime = Runtime(monkeypatch)
+    cuda.DRIVER.register(np.zeros(4096, np.uint8))
+    cuda.DRIVER.unregister(np.zeros(4096, np.uint8))
+    assert [(what, device) for what, _, device, _ in runtime.asked] == [("register", 1), ("unregister", 1)]
+    assert all(thread != threading.get_ident() for _, thread, _, _ in runtime.asked)
+    refused = Runtime(monkeypatch, code=2)
+    with pytest.raises(OSError, match="cudaHostRegister answered 2: error 2"):
+        cuda.DRIVER.register(np.zeros(4096, np.uint8))
+    assert len(refused.asked) == 1
+
+
+def test_what_a_device_is_asked_ends_no_capture_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode of the thread is relaxed for each call, and is what it was again, whatever the call raises."""
+    runtime = Runtime(monkeypatch)
+    cuda.DRIVER.register(np.zeros(4096, np.uint8))
+    modes = [mode for *_, mode in runtime.asked]
+
+    class Failing(Immediate):
+        def synchronize(self) -> None:
+            modes.append(runtime.mode)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(DeviceUnavailable, match="illegal memory access"):
+        cuda._CudaEvent("cuda:0", Failing()).wait()
+    assert modes == [cuda._RELAXED] * 2
+    cuda._CudaStream("cuda:0", Failing()).finish()
+    assert modes == [cuda._RELAXED] * 3
+    assert runtime.mode == 0
+
+
+def test_a_thread_works_on_the_device_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the end of the block would set its own one, the first, which begins to hold memory of the process then."""
+    order: list[str] = []
+
+    @contextmanager
+    def noted(what: Any) -> Iterator[None]:
+        order.append(f"begin {what if isinstance(what, str) else 'stream'}")
+        yield
+        order.append(f"end {what if isinstance(what, str) else 'stream'}")
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, noted)
+    with cuda._CudaStream("cuda:0", Immediate()).working():
+        pass
+    assert order == ["begin cuda:0", "begin stream", "end stream", "end cuda:0"]
+
+
+def test_a_tensor_of_which_items_share_memory_is_not_restored_into(tiers: StoreConfig, device: str) -> None:
+    with CheckpointStore.open(tiers).sync() as store:
+        store.save(1, {"w": torch.arange(15.0, device=device).reshape(5, 3)})
+        expanded = torch.zeros(1, 3, device=device).expand(5, 3)
+        with pytest.raises(Invalid, match=r"'w'.*share memory"):
+            store.restore(into={"w": expanded})
+        assert not expanded.any()
+
+
+def test_memory_that_is_given_back_before_the_copy_has_ended_is_found(device: str) -> None:
+    """It counts no version: FSDP and those who swap states out do that."""
+    tensor = tensor_of(torch.float32, (50, 70), device)
+    leaf = torch_leaves.as_array_leaf("w", tensor)
+    before = _look(leaf)
+    assert _is_as(leaf, before)
+    tensor.untyped_storage().resize_(0)
+    assert not _is_as(leaf, before)
 
 
 def test_the_addresses_of_a_tensor_are_those_of_its_items(device: str) -> None:

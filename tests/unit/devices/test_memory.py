@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.devices import fail_at
+from support.scenes import SOON
 
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.devices import memory as memory_module
 from tieredckpt.devices.examine import page_locking
+from tieredckpt.devices.link import Link
 from tieredckpt.devices.memory import BUFFER, HostMemory
 from tieredckpt.testing.devices import FakeDriver
 
@@ -65,6 +70,53 @@ def test_a_refusal_is_told_once_and_what_is_registered_stays_in_use(
                 assert not np.shares_memory(one, other)
         assert len(caplog.records) == 2, "that there are no buffers either is told once, too"
         reached.close()
+
+
+def test_streams_are_used_again_and_a_failed_one_is_not() -> None:
+    """CUDA has few, which a process shares with its libraries."""
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        memory = HostMemory()
+        with memory.stream(device) as first, memory.stream(device) as second:
+            assert first is not second
+        for _ in range(3):
+            with memory.stream(device) as again:
+                assert again in (first, second)
+        with memory.stream(device) as one, memory.stream(device) as other:
+            assert {id(one), id(other)} == {id(first), id(second)}
+            fail_at(device, 0)
+            one.gather_out([device.array(np.ones(10))], driver.pinned(80))
+        with memory.stream(device) as one, memory.stream(device) as new:
+            assert one is other
+            assert new not in (first, second)
+        memory.close()
+
+
+def test_a_mapping_is_given_back_when_the_copies_there_have_ended() -> None:
+    """A driver that loses memory which a device writes to ends the training."""
+    mapping = np.zeros(8192, np.uint8)
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        memory = HostMemory()
+        memory.follow(mapping)
+        memory.meet(driver)
+        memory.extend(mapping, 8192)
+        array = device.array(np.full(1000, 7.0))
+        with Link[None](memory, memory.stream, 8192) as link, ThreadPoolExecutor(1) as pool:
+            with driver.paused():
+                link.copy_out(None, device, array, mapping, 8000)
+                giving_back = pool.submit(memory.forget, mapping)
+                assert not wait([giving_back], timeout=0.05).done
+                assert driver.registered
+            giving_back.result(SOON)
+            assert not driver.registered
+            assert (mapping[:8000].view(np.float64) == 7).all()
+            link.copy_out(None, device, array, mapping, 8000)  # from now on through a buffer
+            flights = [link.land(), link.land()]
+            for flight in flights:
+                flight.landed.wait()
+            assert [flight.buffer is None for flight in flights] == [True, False]
+        memory.close()
 
 
 def test_doctor_says_whether_memory_is_page_locked_and_how_to_repair_it() -> None:

@@ -61,6 +61,8 @@ class CudaTraining:
         self._torch = torch
         layers = max(1, round(nbytes / _BYTES_OF_PARAMETER / width**2))
         self._model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers))).cuda()
+        for weight in self._model.parameters():  # else 100 layers shrink what they are given to nothing
+            torch.nn.init.normal_(weight, std=width**-0.5)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
         self._batch = torch.randn(_BATCH, width, device="cuda")
         self.device = torch.cuda.get_device_name()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tieredckpt.blobs.ram.slab import Slab
-from tieredckpt.devices.base import Bytes, Device, Stream
+from tieredckpt.devices.base import Bytes
 from tieredckpt.devices.link import Link
 from tieredckpt.devices.memory import HostMemory
 from tieredckpt.errors import DeviceUnavailable
@@ -67,8 +67,6 @@ class Inlet:
         self._memory, self._scratch = memory, scratch
         self._largest = 1
         """Bytes of one copy at most."""
-        self._free: dict[Device, list[Stream]] = {}
-        self._guards_streams = threading.Lock()
 
     def overlap(
         self,
@@ -87,7 +85,7 @@ class Inlet:
         """Begin to fill ``array``, a part of ``target``, with its row-major bytes, in a block of `landing_together`."""
         assert _of_thread.links is not None, "there is a block, in which somebody waits"
         if (link := _of_thread.links.get(self)) is None:
-            link = _of_thread.links[self] = Link(self._memory, self._stream, aligned(self._largest))
+            link = _of_thread.links[self] = Link(self._memory, self._memory.stream, aligned(self._largest))
         if link.is_full:
             self._land_one(link)
         if self._memory.within(target.device.driver, source) is None and np.may_share_memory(
@@ -98,25 +96,15 @@ class Inlet:
             link.copy_in(key, target.device, source, array, target.ready)
 
     def land(self, link: Link[str]) -> None:
-        """Wait for all copies, and keep the streams for others."""
+        """Wait for all copies."""
         while link:
             self._land_one(link)
-        with self._guards_streams:  # one that has failed is not used again
-            for device, stream in link.streams.items():
-                self._free.setdefault(device, []).append(stream)
 
     def _land_one(self, link: Link[str]) -> None:
         flight = link.land()
         with _naming(flight.what):
             flight.landed.wait()
         link.done(flight)
-
-    def _stream(self, device: Device) -> Stream:
-        with self._guards_streams:
-            if free := self._free.get(device):
-                return free.pop()
-        self._memory.meet(device.driver)
-        return device.stream()
 
 
 @contextmanager

@@ -47,9 +47,20 @@ def empty_targets(step: StepId, forms: Mapping[str, Form]) -> dict[str, npt.NDAr
 
 
 def given_on_device(leaf: ArrayLeaf, ready: Mapping[Device, Event]) -> DeviceTarget | None:
-    """Device memory of a leaf, to be filled once that is ``ready``; None for a leaf on the host."""
-    found = device_view(leaf)
-    return None if found is None else DeviceTarget(*found, leaf.shape, leaf.dtype, ready.get(found[0]))
+    """Device memory of a leaf, to be filled once that is ``ready``; None for a leaf on the host.
+
+    Raises `Invalid` for an array several of whose items lie in one place.
+    """
+    if (found := device_view(leaf)) is None:
+        return None
+    target = DeviceTarget(*found, leaf.shape, leaf.dtype, ready.get(found[0]))
+    name, low, high = target.span
+    if high - low < target.nbytes:
+        raise Invalid(
+            f"leaf {leaf.key!r}: items of it share memory of {name}, as in an expanded tensor, and cannot be restored "
+            f"into; use `like`"
+        )
+    return target
 
 
 def new_on_device(leaf: ArrayLeaf, streams: Mapping[Device, Stream]) -> DeviceTarget:

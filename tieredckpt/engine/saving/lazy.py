@@ -19,7 +19,7 @@ from tieredckpt.engine.saving.moment import Moment
 from tieredckpt.engine.saving.snapshot import Digests, Located, Snapshot
 from tieredckpt.errors import Invalid, TieredCkptError
 from tieredckpt.tree.arrays import device_view, host_view
-from tieredckpt.tree.changes import before_each_step, version
+from tieredckpt.tree.changes import before_each_step, stamp, version
 from tieredckpt.tree.leaf import ArrayLeaf
 
 __all__ = ["LazyMoment"]
@@ -160,7 +160,7 @@ class LazyMoment(Moment):
                 )
 
 
-_Seen = tuple[int | None, bytes | None]
+_Seen = tuple[object, bytes | None]
 
 
 def _is_as(leaf: ArrayLeaf, before: _Seen) -> bool:
@@ -171,12 +171,15 @@ def _is_as(leaf: ArrayLeaf, before: _Seen) -> bool:
 
 
 def _look(leaf: ArrayLeaf) -> _Seen:
-    """What differs once an array has changed: its version where its framework counts, on the host some bytes too.
+    """What differs once an array has changed: its version where its framework counts, on the host some bytes too, and
+    on a device where it lies: memory that was given back, as by ``untyped_storage().resize_(0)``, counts nothing.
 
     Fused optimizers and distributed tensors of torch change arrays that do not count, and NumPy counts nothing. But
     whoever trains changes all of an array, or most of it.
     """
-    if leaf.kind not in ("numpy", "torch") or device_view(leaf) is not None or not getattr(leaf.source, "is_cpu", True):
+    if device_view(leaf) is not None:
+        return stamp(leaf) or version(leaf), None
+    if leaf.kind not in ("numpy", "torch") or not getattr(leaf.source, "is_cpu", True):
         return version(leaf), None
     view = host_view(leaf)
     if view.nbytes <= _SAMPLED_FROM:

@@ -7,6 +7,7 @@ has come, while later ones fly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -39,13 +40,13 @@ class Outlet:
         """For one thread, for the length of a ``with`` block; ``largest`` is the most bytes of one copy."""
         return Link(self.memory, self.stream, aligned(largest))
 
-    def stream(self, device: Device) -> Stream:
-        """A new stream on which arrays are what is to be saved."""
-        self.memory.meet(device.driver)
-        stream = device.stream()
-        if (ready := self.ready.get(device)) is not None:
-            stream.after(ready)
-        return stream
+    @contextmanager
+    def stream(self, device: Device) -> Iterator[Stream]:
+        """A stream on which arrays are what is to be saved; see `HostMemory.stream`."""
+        with self.memory.stream(device) as stream:
+            if (ready := self.ready.get(device)) is not None:
+                stream.after(ready)
+            yield stream
 
     def small(self, leaves: Mapping[int, ArrayLeaf]) -> dict[int, npt.NDArray[Any]]:
         """Those of some small arrays that lie on devices, on the host: those of one form come in one copy."""
@@ -69,18 +70,14 @@ class Outlet:
         if not size:
             yield from (np.empty(shape, dtype) for _ in views)
             return
-        stream = self.stream(device)
         at_once = max(1, _TOGETHER // size)
         for first in range(0, len(views), at_once):
             batch = views[first : first + at_once]
             with self.memory.buffer(device.driver, size * len(batch)) as buffer:
                 landing = buffer[: size * len(batch)]
-                try:
+                with self.stream(device) as stream:
                     _gather(stream, batch, landing)
                     stream.record().wait()
-                except BaseException:
-                    stream.finish()  # the buffer is used again
-                    raise
                 together = landing.copy()
             for start in range(0, together.size, size):
                 yield together[start : start + size].view(dtype).reshape(shape)
