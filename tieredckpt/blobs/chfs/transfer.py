@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.blobs.ram.lending import borrow
 from tieredckpt.blobs.ram.slab import Slab, aligned
 from tieredckpt.concurrency import in_thread, together, whole
+from tieredckpt.errors import TieredCkptError
 
 __all__ = ["Transfer", "chunk_size_for", "piece_size"]
 
@@ -35,7 +36,7 @@ class Transfer:
     """
 
     def __init__(self, chunk_size: int, threads: int, arena: int, grace: float) -> None:
-        self._chunk_size, self._threads = chunk_size, threads
+        self._chunk_size, self._threads, self._grace = chunk_size, threads, grace
         self._piece = piece_size(chunk_size)
         self._arena = Arena(max(arena, self._piece))
         self._files = Files(grace)
@@ -60,21 +61,39 @@ class Transfer:
         """Write the concatenation of ``parts`` as a new object; what a failure leaves of it is removed."""
         nbytes = sum(memoryview(part).nbytes for part in parts)
         chunk_size = chunk_size_for(nbytes, self._chunk_size)
+        begun: dict[int, int] = {}
+        """Where pieces are that may not have been written, and their bytes."""
 
         async def send(file: int, pieces: Iterator[tuple[int, list[memoryview]]]) -> None:
             for start, memory in pieces:
+                begun[start] = sum(map(len, memory))
                 async with self._pieces:
                     await self._send(link, file, start, memory)
+                del begun[start]
 
         try:
             async with self._files.created(link, path, chunk_size) as file:
                 pieces = cut(parts, self._piece)
-                await together(send(file, pieces) for _ in range(self._threads))
+                try:
+                    await together(send(file, pieces) for _ in range(self._threads))
+                except BaseException:
+                    missing = [at for start, size in begun.items() for at, _ in ranges(start, size, chunk_size)]
+                    await whole(self._fill_gaps(link, file, missing))
+                    raise
         except BaseException:
             await whole(self._files.clean_up(link, frames.Remove(path)))
             raise
         finally:
             self._files.forget(path)  # also what a reader has opened meanwhile: it may know the chunks of before
+
+    async def _fill_gaps(self, link: Link, file: int, offsets: Sequence[int]) -> None:
+        """Write a byte there, so that every chunk exists: a removal ends at the first one that is missing, and those
+        behind it would show through an object that comes later."""
+        with suppress(TieredCkptError, TimeoutError):
+            async with asyncio.timeout(self._grace) as limit, self._lent(link, 1) as (_, span):
+                limit.reschedule(None)  # each command has its own
+                for offset in offsets:
+                    await self._files.clean_up(link, frames.Write(file, offset, [span]))
 
     async def overwrite(self, link: Link, path: str, data: bytes) -> None:
         """Replace an object of one chunk by ``data``, which is no shorter, in one request."""
