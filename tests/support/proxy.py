@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 __all__ = [
     "Fault",
+    "Handler",
     "Proxy",
     "abridge",
     "cut",

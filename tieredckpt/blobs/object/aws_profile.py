@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import configparser
 import os
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from tieredckpt.errors import Invalid
 
-__all__ = ["for_tensorstore", "provider", "to_be_read"]
+__all__ = ["for_tensorstore", "provider", "region", "to_be_read"]
 
 _TTL = timedelta(minutes=10)
 """For which what boto3 has given is used: it gives nothing that ends sooner, and obstore asks it no earlier."""
@@ -46,6 +47,16 @@ def to_be_read() -> str | None:
     if os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return None  # which comes before the default profile, and obstore reads
     return "default" if any(map(_gives, _FILES)) else None
+
+
+def region() -> str | None:
+    """The region of the profile that is in force, by the configuration of AWS; None where that says none."""
+    name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+    sections = (name,) if name == "default" else (f"profile {name}", name)
+    parser = configparser.RawConfigParser(strict=False)
+    with suppress(configparser.Error, UnicodeDecodeError, OSError, RuntimeError):
+        parser.read(Path(os.environ.get("AWS_CONFIG_FILE") or _FILES["AWS_CONFIG_FILE"]).expanduser(), encoding="utf-8")
+    return next((parser.get(each, "region") for each in sections if parser.has_option(each, "region")), None)
 
 
 def provider(tier: str, profile: str, told_by: str) -> Any:

@@ -1,11 +1,10 @@
-"""Requests to an object store by obstore, and what its errors mean. The only module that knows obstore."""
+"""Requests to an object store by obstore."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -15,15 +14,15 @@ import obstore
 from obstore import exceptions, store
 from pydantic import SecretStr
 
-from tieredckpt._redact import redacted_text, secrets_of
+from tieredckpt._redact import secrets_of
 from tieredckpt.blobs.base import BlobInfo, Buffer, Unanswered
 from tieredckpt.blobs.object import aws_profile
-from tieredckpt.blobs.object.throttle import SlowDown
+from tieredckpt.blobs.object.refusals import meaning, without_secrets
 from tieredckpt.concurrency import outlast
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
-from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Invalid, NotFound, TieredCkptError
 
-__all__ = ["LISTED_AT_ONCE", "Client", "Denied", "NoRanges", "Range"]
+__all__ = ["LISTED_AT_ONCE", "Client", "Range"]
 
 _UNLIMITED = timedelta(days=365)
 
@@ -39,25 +38,6 @@ _ABORTS_WITHIN = 5.0
 
 _UNCOUNTED = 1000
 """Attempts, where their time is limited."""
-
-_BODY = re.compile(r"<(?:\?xml|!doctype|html|Error).*", re.IGNORECASE | re.DOTALL)
-_SAID = re.compile(r"<(?:Code|Message)>(.*?)</")
-_STATUS = re.compile(r"status code: (\d{3})")
-_FULL = re.compile(r"<Code>(?:QuotaExceeded|XMinioStorageFull|InsufficientCapacity\w*)<")
-_TOO_LARGE = re.compile(r"<Code>(?:EntityTooLarge|RequestBodyTooLarge)<")
-_NO_BUCKET = re.compile(r"<Code>(?:NoSuchBucket|ContainerNotFound)<|bucket does not exist", re.IGNORECASE)
-_SLOW = re.compile(r"<Code>(?:SlowDown|ServerBusy|TooManyRequests|RequestLimitExceeded)<")
-_NO_RANGES = "non-partial response"
-_BEYOND = re.compile(r"Wanted range starting at|CONTENT_RANGE header: \S*bytes 0--1/0")
-"""What obstore says where a server answers a range that begins at the end with nothing, as Azurite does."""
-
-
-class Denied(Unanswered):
-    """The server refuses these credentials, or there are none: asking again does not help."""
-
-
-class NoRanges(Unanswered):
-    """The server answered a request for a range with the whole object."""
 
 
 class Range(NamedTuple):
@@ -86,7 +66,7 @@ class Client:
         except Invalid:
             raise
         except (exceptions.BaseError, ValueError, TypeError) as error:
-            told = self._without_secrets(error)
+            told = without_secrets(error, self._secrets)
             raise Invalid(f"tier {tier.name!r} at {tier.location}: {told}") from told
 
     async def put(self, key: str, views: Sequence[memoryview], *, create_only: bool = False) -> None:
@@ -195,8 +175,9 @@ class Client:
         except TieredCkptError:
             raise
         except Exception as error:
-            told = self._without_secrets(error)
-            raise self._foreign(error, told, key, doing, exclusive=exclusive) from told
+            told = without_secrets(error, self._secrets)
+            what = f"tier {self._name!r}: {key or 'the tier'} at {self.location} was not {doing}: {told}"
+            raise meaning(error, what, doing, exclusive=exclusive) from told
 
     def _check_process(self) -> None:
         if Client._used_by is None:
@@ -206,47 +187,6 @@ class Client:
                 f"tier {self._name!r} at {self.location}: this process was forked from one that used an object store, "
                 f"whose threads it does not have; start processes by 'spawn', or fork before a store is opened"
             )
-
-    def _foreign(
-        self, error: Exception, told: Exception, key: str, doing: str, *, exclusive: bool = False
-    ) -> TieredCkptError:
-        """The error of this library for one of obstore's, whose kinds and status are believed and whose words are not,
-        but where nothing else tells. ``told`` is the same, as anybody may read it."""
-        full = str(error)
-        status = int(found[1]) if (found := _STATUS.search(full)) else None
-        what = f"tier {self._name!r}: {key or 'the tier'} at {self.location} was not {doing}: {told}"
-        if _NO_BUCKET.search(full):
-            return Unanswered(f"{what}; make the bucket, or correct the tier's `url`")
-        if _TOO_LARGE.search(full) or status == 413:
-            return Unanswered(f"{what}; lower the tier's `object_size`, or raise the server's limit")
-        if _FULL.search(full) or status == 507:
-            return NoSpace(f"{what}; evict steps, or raise the quota")
-        # 503 alone may come from a proxy whose server is gone; but the answer to a HEAD has no code.
-        if status == 429 or _SLOW.search(full) or (status == 503 and doing == "looked at"):
-            return SlowDown(what)
-        if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or status in (
-            401,
-            403,
-        ):
-            return Denied(f"{what}; the credentials do not allow it")
-        if isinstance(error, FileNotFoundError):
-            return NotFound(what) if doing != "written" else TierUnavailable(what)
-        if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):
-            # 409: another writer is at the same key now, and who wins is not known yet.
-            return Conflict(what) if exclusive and "ConditionalRequestConflict" not in full else TierUnavailable(what)
-        if status == 416 or _BEYOND.search(full):
-            return ShortRead(what)
-        if _NO_RANGES in full:
-            return NoRanges(f"{what}; the server answers a range with the whole object, which no tier can use")
-        return TierUnavailable(what)
-
-    def _without_secrets(self, error: Exception) -> Exception:
-        """The same error, with no more in its text than anybody may read."""
-        text = redacted_text(str(error).partition("\n\nDebug source:")[0], self._secrets)
-        # Of a body its code and message: other elements may repeat what was sent.
-        text = " ".join(_BODY.sub(lambda body: " ".join(_SAID.findall(body[0])), text).split())
-        kind = type(error) if isinstance(error, exceptions.BaseError | FileNotFoundError) else ValueError
-        return kind(text)
 
 
 class _Repeats(NamedTuple):
@@ -291,11 +231,18 @@ def _s3(tier: S3Tier, endpoint: str) -> Callable[..., Any]:
     settings = {
         "endpoint": endpoint or None,
         "region": tier.region,
-        "access_key_id": _told(tier.access_key_id),
-        "secret_access_key": _told(tier.secret_access_key),
-        "session_token": _told(tier.session_token),
     }
     credentials: dict[str, Any] = {}
+    keys = _given(
+        {
+            "access_key_id": _told(tier.access_key_id),
+            "secret_access_key": _told(tier.secret_access_key),
+            "token": _told(tier.session_token),
+        }
+    )
+    if keys:
+        # Not as settings, which obstore would complete by a session token of the environment: it is of other keys.
+        credentials["credential_provider"] = lambda: {**keys, "expires_at": None}
     profile = tier.profile
     if profile is None and tier.access_key_id is None:
         profile = aws_profile.to_be_read()
@@ -304,6 +251,8 @@ def _s3(tier: S3Tier, endpoint: str) -> Callable[..., Any]:
         credentials["credential_provider"] = aws_profile.provider(tier.name, profile, told_by)
         # The profile's own, which the provider brings, comes last.
         settings["region"] = tier.region or os.environ.get("AWS_REGION")
+    elif tier.region is None and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        settings["region"] = aws_profile.region()
     # One DELETE for one object: not every server takes the request for many.
     fixed = {"unsigned_payload": unsigned, "disable_bulk_delete": True}
     return partial(store.S3Store, tier.bucket, **fixed, **_given(settings), **credentials)
@@ -324,6 +273,8 @@ def _azure(tier: AzureTier, endpoint: str) -> Callable[..., Any]:
         "account_name": tier.account,
         "account_key": _told(tier.account_key),
         "sas_key": _told(tier.sas_token),
+        # Else a key or an identity of the environment would come first.
+        "credential_type": "sas_token" if tier.sas_token else "access_key" if tier.account_key else None,
     }
     return partial(store.AzureStore, tier.bucket, **_given(settings))
 

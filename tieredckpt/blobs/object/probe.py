@@ -1,7 +1,8 @@
 """Finds out what an endpoint honours, once, and keeps the verdict in an object beside the store's marker.
 
 Servers that speak a provider's protocol differ: some answer a range with the whole object, some ignore the condition
-of a put and replace what was there. Only a writer probes; a reader needs nothing of what is found.
+of a put and replace what was there, and some refuse a put that has one. Only a writer probes; a reader needs nothing of
+what is found.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import msgspec
 
 from tieredckpt._decoders import json_decoder
 from tieredckpt.blobs.base import BlobStore
-from tieredckpt.blobs.object.client import NoRanges
+from tieredckpt.blobs.object.refusals import NoConditions, NoRanges
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, ShortRead
 
 __all__ = ["VERDICT", "Verdict", "verdict_of"]
@@ -47,6 +48,8 @@ async def verdict_of(store: BlobStore, endpoint: str) -> Verdict:
     await store.put(VERDICT, [trial])
     try:
         await store.put(VERDICT, [b"{}"], create_only=True)
+        verdict = Verdict(endpoint=endpoint, create_only=False)
+    except NoConditions:
         verdict = Verdict(endpoint=endpoint, create_only=False)
     except Conflict:
         verdict = Verdict(endpoint=endpoint, create_only=True)

@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from tieredckpt._decoders import json_decoder
 from tieredckpt.blobs.base import BlobInfo, BlobStore, ListAtOnce
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.concurrency import whole
-from tieredckpt.errors import Conflict, Corrupt, NotFound
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 
 __all__ = ["Holder", "Lease", "decode_holder", "holder_of", "lives_here"]
@@ -149,16 +150,21 @@ class Lease:
             holder = await self._read(info.key)
             if holder is None:
                 if info.modified and await self._age(info) >= self._ttl:  # a crash has left it so
-                    await self.store.delete(info.key)
+                    await self._remove(info.key)
                 continue
             if await asyncio.to_thread(_was_given_back, holder, info.key):
-                await self.store.delete(info.key)
+                await self._remove(info.key)
             elif await self._is_alive(holder, info):
                 found.append((holder, info.key))
             else:
-                await self.store.delete(info.key)
+                await self._remove(info.key)
                 self.stale_holders.append(holder)
         return found
+
+    async def _remove(self, key: str) -> None:
+        """Remove a lease that holds nothing. Credentials that may not delete leave it."""
+        with suppress(TierUnavailable):
+            await self.store.delete(key)
 
     async def _is_alive(self, holder: Holder, info: BlobInfo) -> bool:
         lives = await asyncio.to_thread(_process_lives, holder)

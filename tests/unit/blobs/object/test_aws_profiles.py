@@ -75,6 +75,27 @@ async def test_the_default_profile_and_the_one_that_the_environment_names_need_n
 
 
 @pytest.mark.usefixtures("no_signature")
+@pytest.mark.parametrize(
+    ("config", "profile", "region"),
+    [
+        ("[default]\nregion = eu-north-1\n[profile mine]\nregion = ap-south-1\n", None, "eu-north-1"),
+        ("[default]\nregion = eu-north-1\n[profile mine]\nregion = ap-south-1\n", "mine", "ap-south-1"),
+        ("[default]\noutput = json\n", None, None),
+        ("region = of no profile", None, None),
+        (None, None, None),
+    ],
+)
+def test_the_region_is_that_of_the_profile_where_nothing_else_says_one(
+    files: Path, monkeypatch: pytest.MonkeyPatch, config: str | None, profile: str | None, region: str | None
+) -> None:
+    """Keys may come from the environment, or a role, and the region from the file, as for the AWS CLI."""
+    if config is not None:
+        (files / "config").write_text(config)
+    if profile is not None:
+        monkeypatch.setenv("AWS_PROFILE", profile)
+    assert aws_profile.region() == region
+
+
 async def test_without_boto3_a_profile_is_an_error_that_says_what_to_install(
     s3_place: Place, between: Proxy, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from support.object_stores import Place
-from support.proxy import Proxy, deny, ignore_conditions, ignore_ranges, internal_error, proxy
+from support.proxy import Handler, Proxy, deny, ignore_conditions, ignore_ranges, internal_error, proxy
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.object.kind import S3
@@ -40,6 +40,26 @@ async def test_a_server_that_ignores_conditions_loses_the_trait(s3_place: Place,
     assert not (await opened(s3_place, between)).traits.create_only
     between.heal()
     assert not (await opened(s3_place, between)).traits.create_only  # by the verdict, until the endpoint is another
+
+
+@pytest.mark.parametrize("status", [400, 501])
+async def test_a_server_that_refuses_conditions_loses_the_trait(s3_place: Place, between: Proxy, status: int) -> None:
+    def refuse(request: Handler) -> None:
+        if request.headers.get("If-None-Match"):
+            request.refuse(status, "NotImplemented")
+        else:
+            request.answer(request.forward())
+
+    between.fail("PUT", refuse, times=None)
+    assert not (await opened(s3_place, between)).traits.create_only
+    assert between.count == {"GET": 2, "PUT": 3}  # a refusal is not repeated
+
+
+async def test_conditions_that_the_environment_switches_off_are_a_trait_less(
+    s3_place: Place, between: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    assert not (await opened(s3_place, between)).traits.create_only
 
 
 @pytest.mark.usefixtures("no_signature")

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support.object_stores import BUCKET, Place
 from support.proxy import (
+    Handler,
     Proxy,
     abridge,
     cut,
@@ -93,6 +94,13 @@ async def test_slow_down_is_waited_for_and_is_no_failure(store: BlobStore, betwe
     assert await store.get("a/0", limit=1) == b"x"
 
 
+async def test_a_service_of_credentials_that_throttles_is_waited_for(store: BlobStore, between: Proxy) -> None:
+    """All processes of a job ask it when they start."""
+    between.fail("PUT", lambda request: request.refuse(400, "Throttling"), times=3)
+    await store.put("a", [b"x"])
+    assert between.count["PUT"] == 4
+
+
 async def test_slow_down_that_does_not_end_is_ended_by_the_deadline(store: BlobStore, between: Proxy) -> None:
     between.fail("*", slow_down, times=None)
     with pytest.raises(TierUnavailable, match="had not ended"):
@@ -132,11 +140,49 @@ async def test_a_missing_key_a_missing_bucket_and_a_refusal_are_told_apart(
     await reader.close()
 
 
-async def test_a_server_that_is_not_there_is_unavailable(s3_place: Place) -> None:
-    reader = await S3.open(S3Tier(name="s3", **s3_place.tier("http://127.0.0.1:9")), read_only=True)
-    with pytest.raises(TierUnavailable, match=f"s3://{BUCKET}"):
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [
+        ("http://127.0.0.1:9", "tcp connect error: Connection refused"),
+        ("http://no-such-host.invalid", "dns error: "),
+    ],
+)
+async def test_a_server_that_is_not_there_is_unavailable_and_the_cause_is_told(
+    s3_place: Place, server: str, why: str
+) -> None:
+    reader = await S3.open(S3Tier(name="s3", **s3_place.tier(server)), read_only=True)
+    with pytest.raises(TierUnavailable, match=f"s3://{BUCKET}.*{why}"):
         await reader.stat("a")
     await reader.close()
+
+
+async def test_a_server_that_shows_another_certificate_is_told(s3_server: str, s3_place: Place) -> None:
+    """Here one that shows none: it does not speak TLS."""
+    place = s3_place.tier(s3_server.replace("http:", "https:"))
+    reader = await S3.open(S3Tier(name="s3", **place), read_only=True)
+    with pytest.raises(TierUnavailable, match="InvalidMessage InvalidContentType"):
+        await reader.stat("a")
+    await reader.close()
+
+
+async def test_keys_of_the_tier_are_used_without_the_token_of_the_environment(
+    s3_place: Place, between: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It belongs to other keys, and to another service perhaps."""
+    tokens: list[str | None] = []
+
+    def look(request: Handler) -> None:
+        tokens.append(request.headers.get("x-amz-security-token"))
+        request.answer(request.forward())
+
+    between.fail("*", look, times=None)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-other-keys")
+    for more, sent in (({}, None), ({"session_token": "its-own"}, "its-own")):
+        store = await S3.open(S3Tier(name="s3", **s3_place.tier(between.url, **more)))
+        await store.put("a", [b"x"])
+        await store.close()
+        assert set(tokens) == {sent}
+        tokens.clear()
 
 
 async def test_a_full_server_has_no_space(store: BlobStore, between: Proxy) -> None:
@@ -145,8 +191,9 @@ async def test_a_full_server_has_no_space(store: BlobStore, between: Proxy) -> N
         await store.put("a", [b"x"])
 
 
-async def test_two_creations_at_the_same_moment_are_tried_again(store: BlobStore, between: Proxy) -> None:
-    between.fail("PUT", lambda request: request.refuse(409, "ConditionalRequestConflict"))
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
+async def test_two_creations_at_the_same_moment_are_tried_again(store: BlobStore, between: Proxy, code: str) -> None:
+    between.fail("PUT", lambda request: request.refuse(409, code))
     with pytest.raises(TierUnavailable):
         await store.put("a", [b"x"], create_only=True)
     await store.put("a", [b"x"], create_only=True)
@@ -334,6 +381,11 @@ async def test_a_deletion_that_is_cancelled_has_ended_for_the_server_too(
         (507, "", NoSpace, "raise the quota"),
         (403, "QuotaExceeded", NoSpace, "raise the quota"),
         (403, "AccessDenied", TierUnavailable, "the credentials do not allow it"),
+        (403, "InvalidObjectState", Unanswered, "archive class"),
+        (403, "RequestTimeTooSkewed", Unanswered, "set this machine's clock"),
+        (400, "ExpiredToken", Unanswered, "renew the session token"),
+        (400, "AuthorizationHeaderMalformed", Unanswered, "set the tier's `region`"),
+        (301, "PermanentRedirect", Unanswered, "set the tier's `region`"),
     ],
 )
 async def test_what_a_server_says_of_a_plain_put_is_told_apart(

@@ -16,7 +16,9 @@ from reliability.tiers import FaultyTiers
 from support.scenes import Heard, assert_same, config, folder, leases, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import Unanswered
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
+from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.errors import Conflict, Invalid
@@ -129,6 +131,25 @@ async def test_the_clock_of_another_host_makes_it_neither_dead_nor_immortal(
     lost = lease(disk, time.time() - 2 * on_disk.lease_ttl, late=hours * 3600)
     async with CheckpointStore.open(on_disk):
         assert not lost.exists()
+
+
+async def test_stale_leases_that_may_not_be_deleted_are_in_nobodys_way(
+    on_disk: StoreConfig, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Credentials of an object store often write and do not delete, and a crash leaves a lease."""
+    lost = lease(disk, time.time() - 2 * on_disk.lease_ttl)
+    delete = PosixStore.delete
+
+    async def denied(self: PosixStore, key: str) -> None:
+        if key.startswith("leases/"):
+            raise Unanswered(f"{key} was not deleted: the credentials do not allow it")
+        await delete(self, key)
+
+    monkeypatch.setattr(PosixStore, "delete", denied)
+    for step in (1, 2):
+        async with CheckpointStore.open(on_disk) as store:
+            await (await store.save(step, tree(step))).reached("disk")
+    assert lost.exists()
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b'{"host": 1}', b"\xff\xfe", b"x" * 10_000], ids=repr)

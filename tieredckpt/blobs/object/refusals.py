@@ -1,0 +1,116 @@
+"""What the errors of obstore mean: whether to repeat, to wait, or to mend something first, and then what."""
+
+from __future__ import annotations
+
+import re
+
+from obstore import exceptions
+
+from tieredckpt._redact import redacted_text
+from tieredckpt.blobs.base import Unanswered
+from tieredckpt.blobs.object.throttle import SlowDown
+from tieredckpt.errors import Conflict, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
+
+__all__ = ["Denied", "NoConditions", "NoRanges", "meaning", "without_secrets"]
+
+_BODY = re.compile(r"<(?:\?xml|!doctype|html|Error).*", re.IGNORECASE | re.DOTALL)
+_SAID = re.compile(r"<(?:Code|Message|Details)>(.*?)</")
+_STATUS = re.compile(r"status code: (\d{3})")
+_FULL = re.compile(r"<Code>(?:QuotaExceeded|XMinioStorageFull|InsufficientCapacity\w*)<")
+_TOO_LARGE = re.compile(r"<Code>(?:EntityTooLarge|RequestBodyTooLarge)<")
+_NO_BUCKET = re.compile(r"<Code>(?:NoSuchBucket|ContainerNotFound)<|bucket does not exist", re.IGNORECASE)
+_SLOW = re.compile(
+    r"<Code>(?:SlowDown|ServerBusy|TooManyRequests|RequestLimitExceeded|RequestThrottled\w*|Throttling(?:Exception)?)<"
+)
+"""Also by the service that gives credentials, which all processes of a job ask when they start."""
+_NO_CONDITIONS = re.compile(r"<Code>NotImplemented<|conditional put is disabled")
+_ELSEWHERE = re.compile(r"<Code>(?:PermanentRedirect|AuthorizationHeaderMalformed)<|redirect without LOCATION")
+_ENDINGS = {
+    "InvalidObjectState": "restore it from its archive class first, and let no lifecycle rule move it there",
+    "RequestTimeTooSkewed": "set this machine's clock",
+    "ExpiredToken": "renew the session token",
+    "InvalidToken": "renew the session token, or leave it out where the key needs none",
+}
+"""By the code of a refusal: how to mend what repeating does not."""
+_ENDED = re.compile(f"<Code>({'|'.join(_ENDINGS)})<")
+_METADATA = re.compile(r"//(?:169\.254\.|metadata\.google\.internal|\[fd00:ec2::254\])")
+"""Where a machine of a cloud gives credentials, which is asked when nothing else has any."""
+_NO_RANGES = "non-partial response"
+_BEYOND = re.compile(r"Wanted range starting at|CONTENT_RANGE header: \S*bytes 0--1/0")
+"""What obstore says where a server answers a range that begins at the end with nothing, as Azurite does."""
+
+
+class Denied(Unanswered):
+    """The server refuses these credentials, or there are none: asking again does not help."""
+
+
+class NoConditions(Unanswered):
+    """The server refuses every put that has a condition."""
+
+
+class NoRanges(Unanswered):
+    """The server answered a request for a range with the whole object."""
+
+
+def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> TieredCkptError:
+    """The error of this library for one of obstore's, whose kinds and status are believed and whose words are not, but
+    where nothing else tells.
+
+    Args:
+        error: as obstore raised it.
+        what: what failed, for people.
+        doing: what it was to be: ``"written"``, ``"looked at"`` by a HEAD, and so on.
+        exclusive: on the condition that nothing was there.
+    """
+    full = str(error)
+    status = int(found[1]) if (found := _STATUS.search(full)) else None
+    if exclusive and (status == 501 or _NO_CONDITIONS.search(full)):
+        return NoConditions(what)
+    if (ended := _ENDED.search(full)) is not None:
+        return Unanswered(f"{what}; {_ENDINGS[ended[1]]}")
+    if _ELSEWHERE.search(full):
+        return Unanswered(f"{what}; the bucket is in another region: set the tier's `region`")
+    if _METADATA.search(full):
+        what += (
+            "; no credentials were found in the tier, the environment, a profile or a web identity, and this "
+            "machine gives none"
+        )
+    if _NO_BUCKET.search(full):
+        return Unanswered(f"{what}; make the bucket, or correct the tier's `url`")
+    if _TOO_LARGE.search(full) or status == 413:
+        return Unanswered(f"{what}; lower the tier's `object_size`, or raise the server's limit")
+    if _FULL.search(full) or status == 507:
+        return NoSpace(f"{what}; evict steps, or raise the quota")
+    # 503 alone may come from a proxy whose server is gone; but the answer to a HEAD has no code.
+    if status == 429 or _SLOW.search(full) or (status == 503 and doing == "looked at"):
+        return SlowDown(what)
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or status in (401, 403):
+        return Denied(f"{what}; the credentials do not allow it")
+    if isinstance(error, FileNotFoundError):
+        return NotFound(what) if doing != "written" else TierUnavailable(what)
+    if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):
+        # Another 409 than Azure's: a writer is at the same key now, and who wins is not known yet.
+        is_there = status != 409 or "BlobAlreadyExists" in full
+        return Conflict(what) if exclusive and is_there else TierUnavailable(what)
+    if status == 416 or _BEYOND.search(full):
+        return ShortRead(what)
+    if _NO_RANGES in full:
+        return NoRanges(f"{what}; the server answers a range with the whole object, which no tier can use")
+    return TierUnavailable(what)
+
+
+def without_secrets(error: Exception, secrets: tuple[str, ...]) -> Exception:
+    """The same error, with no more in its text than anybody may read."""
+    told, _, debug = str(error).partition("\n\nDebug source:")
+    text = redacted_text(f"{told}{_why_not_sent(debug)}", secrets)
+    # Of a body its code, message and details: other elements may repeat what was sent.
+    text = " ".join(_BODY.sub(lambda body: " ".join(_SAID.findall(body[0])), text).split())
+    kind = type(error) if isinstance(error, exceptions.BaseError | FileNotFoundError) else ValueError
+    return kind(text)
+
+
+def _why_not_sent(debug: str) -> str:
+    """What obstore tells of a failed connection in its details alone: ``: dns error: Name or service not known``."""
+    sent = debug.partition("reqwest::Error")[2]
+    said = re.findall(r'"((?:[^"\\]|\\.)*)"', sent) or re.findall(r"(?<=error: )[A-Z]\w+\(\s*\w+", sent)[-1:]
+    return "".join(": " + " ".join(re.split(r"[(\s]+", each)) for each in said)
