@@ -140,6 +140,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         tier.lease = lease
     elif tier.lease is not None:
         await tier.lease.renew()
+        tier.lease.taken_over = False  # all that it holds is read now
     lacks_marker = (marker is None or damaged) and state.identity.marker is not None and writes
     async with tier.packs.guard:  # a collector that saw half of a scan would take the packs of the rest for dead
         known = (None if lacks_marker else marker) or state.identity.marker

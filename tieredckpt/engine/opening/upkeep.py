@@ -26,6 +26,7 @@ async def renew_lease(state: State, tier: Tier) -> None:
             continue
         try:
             await tier.lease.renew()
+            await tier.lease.confirm()
         except TieredCkptError as error:
             state.report(tier, error)
         except Exception as error:

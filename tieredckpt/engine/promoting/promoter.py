@@ -164,6 +164,8 @@ class Promoter:
                 return False
             if tier.lease is not None:
                 await tier.lease.renew()  # which shows besides that it can be written to
+                if tier.lease.taken_over:
+                    return False
         except TierUnavailable:
             # Nobody mounts shared memory again: where that went away it is made anew.
             if not tier.in_memory and not await reopen(self._state, tier):

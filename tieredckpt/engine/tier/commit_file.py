@@ -98,7 +98,8 @@ async def commit(
     Raises:
         NotFound: the step was to be committed anew, and has left.
         Conflict: another writer has committed a step of this name, which stays; or as `check_no_deletion`.
-        NoSpace, TierUnavailable: of the tier. A first commit is undone; of two, the one counts that is read next.
+        NoSpace, TierUnavailable: of the tier. A first commit is undone; of two, the one counts that is read next. Also
+            as `Lease.confirm`.
     """
     step, traits = record.id, tier.store.traits
     async with tier.steps.turn(step):
@@ -117,6 +118,8 @@ async def commit(
         btree_key, index = encoded.btree_key, encoded.index
         await tier.store.put(btree_key, index.nodes)
         exclusive = first and traits.remote and traits.create_only
+        if tier.lease is not None:
+            await tier.lease.confirm()
         try:
             await _put_manifest(tier, record, index.manifest, exclusive=exclusive)
         except (TieredCkptError, asyncio.CancelledError) as error:

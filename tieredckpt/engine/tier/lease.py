@@ -2,7 +2,8 @@
 
 On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease. Its age is
 told by the clock of the store where that has one, for the clocks of two machines may differ by hours. A lease is no
-fencing token: a holder that was paused beyond it may finish the put that it had begun, and stops when it renews.
+fencing token: a holder that was paused beyond it may finish the put that it had begun. Before the next commit or
+deletion it renews, and if another writer took over meanwhile, it reads anew what the tier holds first.
 """
 
 from __future__ import annotations
@@ -98,6 +99,9 @@ class Lease:
         self._ttl = ttl
         self._key = f"{layout.LEASES}{secrets.token_hex(8)}"
         self._taken_at = time.time()
+        self._renewed_at = 0.0
+        self.taken_over = False
+        """Whether another writer may have been there since what the tier holds was read."""
         self.stale_holders: list[Holder] = []
         """Holders that died with their lease, found here."""
 
@@ -121,13 +125,33 @@ class Lease:
             raise
 
     async def renew(self) -> None:
-        """Renew the lease. Raises `Conflict` when another writer took over meanwhile."""
+        """Renew the lease. Raises `Conflict` while another writer that took over is at work."""
         try:
             await self.store.stat(self._key)
         except NotFound:
+            self.taken_over = True
             self._taken_at = time.time()  # taken for dead and removed: a holder that came since is first now
         await self._write()
-        await self._give_way()
+        try:
+            await self._give_way()
+        except Conflict:
+            self.taken_over = True
+            raise
+
+    async def confirm(self) -> None:
+        """Renew the lease if it may have run out: before what another writer's work would be lost by.
+
+        Raises:
+            Conflict: as `renew`.
+            TierUnavailable: another writer has been there; what the tier holds is to be read again.
+        """
+        if _now() - self._renewed_at > self._ttl * 2 / 3:  # it is renewed twice as often
+            await self.renew()
+        if self.taken_over:
+            raise TierUnavailable(
+                f"tier {self._tier!r} at {self.store.location}: this writer was silent for longer than `lease_ttl` "
+                f"({self._ttl:g} s), and another one has been there; what the tier holds is read again"
+            )
 
     async def release(self) -> None:
         """Release the lease; if it cannot be deleted now, the next process that finds it does so."""
@@ -135,8 +159,9 @@ class Lease:
         await self.store.delete(self._key)
 
     async def _write(self) -> None:
-        holder = await asyncio.to_thread(_this_process, self._taken_at)
+        holder, now = await asyncio.to_thread(_this_process, self._taken_at), _now()
         await self.store.put(self._key, [msgspec.json.encode(holder)])
+        self._renewed_at = now
 
     async def _others(self, listed: Iterable[BlobInfo] | None = None) -> list[tuple[Holder, str]]:
         """The other live holders of leases, with the keys of these; removes stale leases.
@@ -212,6 +237,11 @@ class Lease:
             f"or open this one with read_only=True (a holder on another machine that has died is believed for "
             f"{self._ttl:g} s after its last sign of life)"
         )
+
+
+def _now() -> float:
+    """Seconds since the machine started, those of a suspended one too where the system counts them."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def holder_of(process: int, taken_at: float) -> Holder:

@@ -20,8 +20,9 @@ from tieredckpt.blobs.base import Unanswered
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.tier import lease as lease_module
 from tieredckpt.engine.tier.lease import Lease
-from tieredckpt.errors import Conflict, Invalid
+from tieredckpt.errors import Conflict, Invalid, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
 from tieredckpt.testing.faulty import Faulty
 
@@ -193,6 +194,63 @@ async def test_a_writer_that_another_took_over_from_stops_writing(
         await heard.first(TierRecovered)
         await store.flush()
         assert await store.where(2) == ("ram", "disk")
+
+
+async def test_a_writer_that_was_paused_while_another_came_and_went_reads_anew_what_there_is(
+    disk: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would refer to packs that the other has collected, and take the other's steps for leftovers."""
+    keep = {"retain": {"kind": "last_n", "n": 3}}
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk, **keep)}, lease_ttl=1000, grace=2000)
+    async with CheckpointStore.open(settings) as paused:
+        await (await paused.save(1, tree(1))).reached("disk")
+        (mine,) = (disk / "leases").iterdir()
+        mine.unlink()  # taken for dead
+        others = config({"disk": folder(disk, retain={"kind": "last_n", "n": 1})}, lease_ttl=1000, grace=2000)
+        async with CheckpointStore.open(others) as other:
+            await (await other.save(2, tree(2))).reached("disk")
+            await other.flush()
+            await other.collect()
+            assert [info.step for info in await other.steps()] == [2]
+        now = lease_module._now
+        monkeypatch.setattr(lease_module, "_now", lambda: now() + 1001)
+        heard = Heard(paused)
+        await paused.save(3, tree(1))  # of the values of step 1
+        await heard.first(TierRecovered)
+        await paused.flush()
+        await paused.collect()
+        assert 2 in [info.step for info in await paused.steps()]
+    for step, seed in ((2, 2), (3, 1)):
+        async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as reader:
+            restored = await reader.restore(step, resume=False)
+            assert restored is not None
+            assert_same(restored.tree, tree(seed))
+
+
+async def test_nothing_is_deleted_once_another_writer_has_been_there(
+    on_disk: StoreConfig, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of what the collection under way found before the pause."""
+    async with CheckpointStore.open(on_disk) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        delete, paused = PosixStore.delete, []
+        await (await store.save(2, tree(2))).reached("disk")
+        packs = {path.name for path in (disk / "packs").rglob("*") if path.is_file()}
+        now = lease_module._now
+
+        async def then_pause(self: PosixStore, key: str) -> None:
+            await delete(self, key)
+            if key.startswith("steps/") and not paused:
+                paused.append(key)
+                (mine,) = (disk / "leases").iterdir()
+                mine.unlink()
+                monkeypatch.setattr(lease_module, "_now", lambda: now() + 2 * on_disk.lease_ttl)
+
+        monkeypatch.setattr(PosixStore, "delete", then_pause)
+        with pytest.raises(TierUnavailable, match="another one has been there"):
+            await store.evict(1, "disk")
+        assert paused
+        assert {path.name for path in (disk / "packs").rglob("*") if path.is_file()} == packs
 
 
 async def test_a_lease_is_renewed_after_a_failure_that_nobody_foresaw(
