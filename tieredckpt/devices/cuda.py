@@ -32,8 +32,8 @@ _RELAXED = 2
 
 @contextmanager
 def _beside_captures() -> Iterator[None]:
-    """Let a capture of a CUDA graph on another thread go on, which an event that is waited for would end, or memory
-    that is taken. See the CUDA Driver API, cuThreadExchangeStreamCaptureMode, which torch does not offer."""
+    """Relax this thread's capture mode: else a wait for an event, or an allocation, ends the capture of a CUDA graph by
+    another thread. See the CUDA Driver API, cuThreadExchangeStreamCaptureMode, which torch does not offer."""
     if (exchange := _exchange()) is None:
         yield
         return
@@ -79,7 +79,7 @@ class _CudaStream:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Let the calling thread work on this stream."""
+        """Make this the current stream of the calling thread, and its device the current device."""
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             yield
 

@@ -188,17 +188,16 @@ class HostMemory:
         try:
             yield stream
         finally:
-            reusable = False
             try:
                 stream.record().wait()
-                reusable = True
-            except DeviceUnavailable:  # it has failed
+            except DeviceUnavailable:  # it has failed, and is not used again
                 stream.finish()
+            else:
+                with self._guards_members:
+                    free.append(stream)
             finally:
                 with self._guards_members:
                     self._at_work.remove(stream)
-                    if reusable:
-                        free.append(stream)
 
     def registered(self, mapping: Bytes) -> int:
         """Bytes of the mapping that every driver that was met has registered."""

@@ -179,7 +179,10 @@ def test_a_device_has_the_id_that_the_bus_has_for_it(
 
 
 class Runtime:
-    """CUDA's, of three devices of which the last two are in use: what it is asked, by which thread, on which device."""
+    """CUDA's, of three devices of which the last two are in use: what it is asked, by which thread, on which device.
+
+    Its functions have the names that CUDA gives them.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
         self.asked: list[tuple[Any, ...]] = []

@@ -53,10 +53,10 @@ def region() -> str | None:
     """The region of the profile that is in force, by the configuration of AWS; None where that says none."""
     name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
     sections = (name,) if name == "default" else (f"profile {name}", name)
-    parser = configparser.RawConfigParser(strict=False)
-    with suppress(configparser.Error, UnicodeDecodeError, OSError, RuntimeError):
-        parser.read(Path(os.environ.get("AWS_CONFIG_FILE") or _FILES["AWS_CONFIG_FILE"]).expanduser(), encoding="utf-8")
-    return next((parser.get(each, "region") for each in sections if parser.has_option(each, "region")), None)
+    with suppress(configparser.Error, UnicodeDecodeError):
+        found = _read(os.environ.get("AWS_CONFIG_FILE") or _FILES["AWS_CONFIG_FILE"])
+        return next((found.get(each, "region") for each in sections if found.has_option(each, "region")), None)
+    return None
 
 
 def provider(tier: str, profile: str, told_by: str) -> Any:
@@ -110,11 +110,16 @@ def for_tensorstore() -> dict[str, str] | None:
 
 def _settings(path: str, profile: str) -> frozenset[str]:
     """The settings of a profile in a file; of one that is malformed all, and boto3 tells what is wrong."""
-    parser = configparser.RawConfigParser(strict=False)
     try:
-        parser.read(Path(path).expanduser(), encoding="utf-8")
+        found = _read(path)
     except (configparser.Error, UnicodeDecodeError):
         return _GIVES
-    except (OSError, RuntimeError):
-        return frozenset()
-    return frozenset(parser.options(profile)) if parser.has_section(profile) else frozenset()
+    return frozenset(found.options(profile)) if found.has_section(profile) else frozenset()
+
+
+def _read(path: str) -> configparser.RawConfigParser:
+    """A file of AWS, empty where it cannot be read. Raises `configparser.Error`, `UnicodeDecodeError`."""
+    parser = configparser.RawConfigParser(strict=False)
+    with suppress(OSError, RuntimeError):
+        parser.read(Path(path).expanduser(), encoding="utf-8")
+    return parser

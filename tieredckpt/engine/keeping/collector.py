@@ -141,7 +141,7 @@ class Collector:
         async with tier.packs.guard:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
-            await _confirm(tier)
+            await tier.confirm_lease()
             await self._look_at_damaged(tier)
             await self._take_back(tier)
             if orphans:
@@ -241,7 +241,7 @@ class Collector:
         async def delete(key: str) -> None:
             nonlocal freed
             async with turns:
-                await _confirm(tier)
+                await tier.confirm_lease()
                 await tier.store.delete(key)
             tier.packs.orphans.pop(key, None)
             tier.packs.unlisted.discard(key)
@@ -271,7 +271,7 @@ class Collector:
         self._strays[tier.name] = {key: modified or seen.get(key, time.time()) for key, modified in strays.items()}
         stale = [key for key, since in self._strays[tier.name].items() if since < oldest_kept]
         for key in stale:
-            await _confirm(tier)
+            await tier.confirm_lease()
             await tier.store.delete(key)
         torn = await tier.store.sweep(self._state.config.grace) if isinstance(tier.store, Sweep) else 0
         return len(stale) + torn
@@ -323,12 +323,6 @@ class Collector:
 
 def _belongs(key: str, steps: Iterable[StepId]) -> bool:
     return any(key.startswith(layout.step_folder(step.step, step.serial)) for step in steps)
-
-
-async def _confirm(tier: Tier) -> None:
-    """Raise where another writer has been there, whose packs and steps are not known; see `Lease.confirm`."""
-    if tier.lease is not None:
-        await tier.lease.confirm()
 
 
 def _quarantine(tier: Tier, step: StepId, error: Corrupt) -> None:

@@ -118,8 +118,7 @@ async def commit(
         btree_key, index = encoded.btree_key, encoded.index
         await tier.store.put(btree_key, index.nodes)
         exclusive = first and traits.remote and traits.create_only
-        if tier.lease is not None:
-            await tier.lease.confirm()
+        await tier.confirm_lease()
         try:
             await _put_manifest(tier, record, index.manifest, exclusive=exclusive)
         except (TieredCkptError, asyncio.CancelledError) as error:

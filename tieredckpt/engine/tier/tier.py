@@ -120,6 +120,11 @@ class Tier:
     def __post_init__(self) -> None:
         self.packs.encoding = CODECS[self.config.codec]
 
+    async def confirm_lease(self) -> None:
+        """Raise where another writer has been there, whose packs and steps are not known; see `Lease.confirm`."""
+        if self.lease is not None:
+            await self.lease.confirm()
+
     @property
     def derived(self) -> bool:
         """Whether it holds derived steps alone, and no exact one; such a tier is not among `State.tiers`."""

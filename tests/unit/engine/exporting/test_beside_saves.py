@@ -12,7 +12,7 @@ import pytest
 from support.exports import Open, Paused, exported, names, replace_writer, stop_after_first_part, tree
 from support.limits import limit
 
-from tieredckpt import Closed
+from tieredckpt import Closed, SyncStore
 from tieredckpt.engine.exporting import held_step
 from tieredckpt.engine.exporting.held_step import Reading
 from tieredckpt.engine.keeping.collector import Collector
@@ -215,13 +215,19 @@ def test_a_save_closes_the_gate_while_it_plans_makes_room_copies_and_commits(
     assert gate._saving == 0
 
 
-def test_nothing_is_read_for_an_export_that_has_ended(open_store: Open) -> None:
-    """A thread that was left behind asks late: the step would be held for ever."""
+def with_a_step(open_store: Open) -> tuple[SyncStore, Any, Any]:
+    """A store, the state of its engine, and the one step that is on all of its tiers."""
     store = open_store()
     store.save(1, tree())
     store.flush()
     state = store._life.engine.state
     (step,) = state.records()
+    return store, state, step
+
+
+def test_nothing_is_read_for_an_export_that_has_ended(open_store: Open) -> None:
+    """A thread that was left behind asks late: the step would be held for ever."""
+    store, state, step = with_a_step(open_store)
 
     async def late() -> None:
         reading = Reading(state, step, lambda *_: None)
@@ -236,11 +242,7 @@ def test_nothing_is_read_for_an_export_that_has_ended(open_store: Open) -> None:
 
 def test_a_save_gets_the_memory_of_a_step_whose_reads_wait_for_the_save(open_store: Open) -> None:
     """Else it would wait for reads that wait for it; they go on from the next tier."""
-    store = open_store()
-    store.save(1, tree())
-    store.flush()
-    state = store._life.engine.state
-    (step,) = state.records()
+    store, state, step = with_a_step(open_store)
 
     async def read_beside_a_save() -> None:
         reading = Reading(state, step, lambda *_: None)
