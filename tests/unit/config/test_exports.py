@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.frameworks import need_modules
 
 from tieredckpt import ExportConfig, Invalid, StoreConfig
 from tieredckpt.config import dump_with_secrets, load, to_toml
@@ -90,6 +91,8 @@ def test_exports_may_be_given_in_python(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused_at_its_place(
     tmp_path: Path, change: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if change == {"format": "torch"}:
+        need_modules("torch")
     monkeypatch.chdir(tmp_path)
     tables = {"hf": {"format": "npz", "to": "out"} | change, "other": {"format": "npz", "to": "other"}}
     with pytest.raises(Invalid) as refused:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.frameworks import require
 from support.object_stores import BUCKET, Place
 from support.proxy import (
     Handler,
@@ -27,6 +28,8 @@ from support.proxy import (
     slow_down,
 )
 from support.scenes import config, ram, tree
+
+require("obstore")
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobInfo, BlobStore, ListAtOnce, Survives, Unanswered

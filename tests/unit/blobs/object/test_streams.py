@@ -7,8 +7,11 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from support.frameworks import require
 from support.object_stores import Place
 from support.proxy import Fault, Proxy, deny, internal_error, late, lose_reply, slow_down
+
+require("obstore")
 
 from tieredckpt.blobs.base import PutStream
 from tieredckpt.blobs.object.kind import S3

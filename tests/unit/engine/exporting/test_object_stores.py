@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from support.agents import eventually
 from support.exports import heard, replace_writer
+from support.frameworks import require
 from support.limits import limit
 from support.object_stores import CREDENTIALS, Place
+
+require("obstore")
 
 from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, SyncStore, TierUnavailable
 from tieredckpt.blobs.object.client import Client

@@ -16,13 +16,13 @@ from support.frameworks import require
 from support.insight import hold_saves
 from support.scenes import CHUNK, SOON, config, folder, ram
 
+jax = require("jax")
+jnp = jax.numpy
+
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.errors import Invalid
 from tieredckpt.testing.devices import FakeDriver
 from tieredckpt.tree import copies, jax_leaves
-
-jax = require("jax")
-jnp = jax.numpy
 
 MEMORIES: tuple[copies.Memory, ...] = ("device", "pinned_host")
 LARGE = 4 << 20

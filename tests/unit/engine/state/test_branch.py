@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
+from support.frameworks import require
 from support.scenes import CHUNK, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -306,6 +306,7 @@ async def test_a_save_that_is_skipped_leaves_branch_and_origin(place: Place, fau
 
 
 def immutable(seed: int) -> dict[str, Any]:
+    jnp = require("jax").numpy
     return {"x": jnp.full(CHUNK, seed, jnp.uint8)}
 
 
