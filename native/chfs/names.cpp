@@ -11,6 +11,7 @@ namespace {
 
 constexpr mode_t kFolderMode = 0700;
 constexpr std::size_t kLongestTarget = 4095;
+constexpr std::size_t kLongestPath = 4095;  // with its slash, which servers take off, as the kernel has it
 
 std::uint64_t SizeOf(const struct stat& info) { return static_cast<std::uint64_t>(std::max<off_t>(info.st_size, 0)); }
 
@@ -42,6 +43,20 @@ bool Client::State::UnderObject(const std::string& path) {
   return false;
 }
 
+Status Client::State::Apart(const std::string& path) {
+  // A server without an object asks its back end for it, under a name that is longer by that of the back end's folder:
+  // too long, where the path is as long as a name may be. Other servers only miss it.
+  std::string longest = path + "/.missing/";
+  longest.resize(kLongestPath, 'x');
+  struct stat info;
+  Status status = StatOnce(longest, &info);
+  if (status.code != Code::kFailed) return status.code == Code::kUnavailable ? status : Status{};
+  return {Code::kUnavailable,
+          "CHFS: its servers copy " + path + " to a back end (`chfsd -b`): then they list nothing of it any more, and "
+          "what is removed comes back; start them without `-b`, or with `-B` and a folder that `path` of the tier is "
+          "not in"};
+}
+
 Status Client::State::MakeFolders(const std::string& path) {
   if (path == "/") return {};
   const auto look = [&] {
@@ -55,6 +70,7 @@ Status Client::State::MakeFolders(const std::string& path) {
   // Below an object, servers fail in ways that depend on which servers hold the two: that object is the better reason.
   if (Status parent = MakeFolders(ParentOf(path)); !parent.ok()) return parent;
   if (status.code != Code::kMissing) return status;
+  if (Status apart = Apart(path); !apart.ok()) return apart;
   status = Run("make the folder", path, [&] { return library.mkdir(path.c_str(), kFolderMode); });
   // Another client was first, with a folder or an object.
   if (status.code == Code::kExists || status.code == Code::kInvalid) return look();

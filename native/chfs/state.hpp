@@ -78,6 +78,8 @@ struct Client::State {
   Status StatOnce(const std::string& path, struct stat* info);
   // Whether an ancestor of the path is an object, so that nothing can be there.
   bool UnderObject(const std::string& path);
+  // kUnavailable where servers pass on what is put into a folder: such a server forgets what was removed.
+  Status Apart(const std::string& path);
   // Makes a folder and its ancestors, so that lists show them. To be called before and after an entry is made in the
   // folder: another client may find the folder empty and remove it in between.
   Status MakeFolders(const std::string& path);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 #include <csignal>
 #include <cstdint>
 #include <cstring>
@@ -286,7 +287,11 @@ LOOKALIKE_API int chfs_stat(const char* given, struct stat* st) {
     return 0;
   }
   ChunkInfo info;
-  if (const int error = StatChunk(path, 0, &info)) return session.Report(error);
+  if (const int error = StatChunk(path, 0, &info)) {
+    // Any folder's name before it makes this one too long.
+    const bool too_long = session.cluster().switches()->backend && path.size() + 2 >= PATH_MAX;
+    return session.Report(error == ENOENT && too_long ? ENAMETOOLONG : error);
+  }
   // The inode, device and access time stay as the caller left them.
   st->st_mode = info.host.st_mode;
   st->st_uid = info.host.st_uid;

@@ -105,6 +105,10 @@ bool Apply(const std::string& key, const std::string& value, Switches* switches)
   if (key == "late") return ToServers(value, &switches->late);
   if (key == "empty") return ToServers(value, &switches->empty);
   if (key == "capacity") return ToBytes(value, &switches->capacity);
+  if (key == "backend") {
+    switches->backend = true;
+    return value == "1";
+  }
   if (key == "servers" || key == "version" || key == "tail.ms") {
     if (!ToNumber(value, &number)) return false;
     if (key == "servers") switches->servers = static_cast<int>(number);

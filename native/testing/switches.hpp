@@ -36,6 +36,7 @@ struct Switches {
   std::uint64_t capacity = 0;  // bytes of payload per server; 0: what the disk holds
   int servers = 1;             // only looked at when the directory is made
   int version = 3;             // the major version of libchfs that is played
+  bool backend = false;        // a folder that servers copy to, as `chfsd -b`
   int tail_ms = 0;             // how late unlink removes chunks 10 and up
   std::deque<Rule> rules;      // a deque, because the counters cannot move
 };

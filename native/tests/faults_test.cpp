@@ -221,6 +221,20 @@ TEST(version_2_hides_a_full_device_and_the_message_says_so) {
   CHECK(status.message.find("full device") != std::string::npos);
 }
 
+TEST(servers_with_a_back_end_are_refused_before_anything_is_put) {
+  Scene scene(std::string(kServers) + "backend = 1\n");
+  const auto client = scene.Connect();
+  File file;
+  for (const Status& status : {client->Create(scene.root + "/a", 512, &file), client->MakeFolder(scene.root + "/b")}) {
+    CHECK_CODE(status, Code::kUnavailable);
+    CHECK(status.message.find("chfsd -b") != std::string::npos);
+  }
+  Info info;
+  CHECK_CODE(client->Stat(scene.root, &info), Code::kMissing);
+  scene.Switch(kServers);
+  Put(*client, scene.root + "/a", "abc", 512);
+}
+
 TEST(a_short_read_of_libchfs_is_asked_on_and_a_failing_chunk_is_an_error) {
   Scene scene(kServers);
   const auto client = scene.Connect();
