@@ -67,7 +67,7 @@ Status Client::Create(const std::string& path, std::uint32_t chunk_size, File* f
   if (!status.ok() && status.code != Code::kMissing) return status;
   state_->AcquireSlot();
   int descriptor = -1;
-  status = state_->Run("create", path, [&] {
+  status = state_->RunToTakeRoom("create", path, [&] {
     descriptor = state_->library.create(path.c_str(), O_RDWR, kObjectMode, static_cast<int>(chunk_size));
     return descriptor;
   });
@@ -144,7 +144,7 @@ Status File::Write(const void* data, std::size_t size, std::uint64_t offset) {
   while (size > 0) {
     const std::size_t part = std::min(size, bytes_per_call_);
     ssize_t written = 0;
-    Status status = state.Run("write", path_, [&] {
+    Status status = state.RunToTakeRoom("write", path_, [&] {
       written = state.library.pwrite(descriptor_, next, part, static_cast<off_t>(offset));
       return written;
     });

@@ -63,6 +63,10 @@ struct Client::State {
   // One call of libchfs that returns a negative number and errno when it fails.
   template <typename Call>
   Status Run(const char* action, const std::string& path, Call call);
+  // The same for a call that stores something. EPERM is kFull then: CHFS says so of a full device (2.1, and 3 after the
+  // tag 3.0.2), and of whatever else fails at one, which is rare.
+  template <typename Call>
+  Status RunToTakeRoom(const char* action, const std::string& path, Call call);
 
   // listing.cpp
   // Calls `each` with every entry. With `all`, these include entries that a server has and does not own.
@@ -126,6 +130,18 @@ Status Client::State::Run(const char* action, const std::string& path, Call call
   const int error = errno;
   if (Status status = Whole(); !status.ok()) return status;
   return result < 0 ? FromErrno(error, action, path) : Status{};
+}
+
+template <typename Call>
+Status Client::State::RunToTakeRoom(const char* action, const std::string& path, Call call) {
+  bool refused = false;
+  Status status = Run(action, path, [&] {
+    const auto result = call();
+    refused = result < 0 && errno == EPERM;
+    return result;
+  });
+  if (refused && status.code == Code::kFailed) status.code = Code::kFull;
+  return status;
 }
 
 }  // namespace tieredckpt::chfs

@@ -39,7 +39,7 @@ Status FromErrno(int error, const char* action, const std::string& path) {
   std::string message = std::string("CHFS: cannot ") + action + " " + path + ": ";
   message += error != 0 ? std::strerror(error) : "libchfs gives no reason";
   if (error == EPERM) {
-    message += " (which CHFS says of any failure at its server, a full device included; its log tells)";
+    message += " (which CHFS says of a full device, and of any other failure at its server; its log tells)";
   }
   return {CodeOf(error), std::move(message)};
 }

@@ -227,6 +227,19 @@ async def test_a_full_chfs_is_told_and_passed_by(
         assert "pmem" in await store.where(1)
 
 
+@pytest.mark.parametrize("version", [2, 3], ids=["told as any failure", "told"])
+async def test_full_devices_of_chfs_hold_the_newest_steps(
+    lookalike: LookalikeServers, shared_memory: Path, tmp_path: Path, version: int
+) -> None:
+    lookalike.switch(capacity="256KiB", version=version)
+    async with CheckpointStore.open(tiers(lookalike, shared_memory, tmp_path)) as store:
+        for step in range(1, 7):
+            await store.save(step, tree(step))
+            await store.flush()
+            assert "pmem" in await store.where(step)
+        assert "pmem" not in await store.where(1)
+
+
 async def test_a_step_only_on_chfs_is_no_safe_copy_against_the_loss_of_a_node(
     lookalike: LookalikeServers, shared_memory: Path, tmp_path: Path
 ) -> None:
