@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from tieredckpt.blobs.base import Sweep
+from tieredckpt.blobs.base import BlobInfo, Sweep
 from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.policies import leaving, waits_for_promotion
+from tieredckpt.engine.opening.scan import step_folders
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
@@ -133,6 +134,9 @@ class Collector:
             tier: to collect on.
             orphans: also delete packs and files that no step was ever known to use, once they are older than
                 the store's ``grace``: they may belong to a writer that is still at work.
+
+        Raises:
+            TierUnavailable: of the tier; or another writer has committed a step there, and nothing was deleted.
         """
         await self.evictor.reclaim_unread(tier)
         if not self._state.collects(tier):
@@ -144,8 +148,11 @@ class Collector:
             await tier.confirm_lease()
             await self._look_at_damaged(tier)
             await self._take_back(tier)
+            listed: list[BlobInfo] = []
             if orphans:
                 await self._find_strays(tier)
+                listed = [info async for info in tier.store.list(layout.STEPS)]
+                await self._check_known(tier, listed)
             # A verification may read the step well meanwhile; either result shows what it uses.
             damaged, unreadable = tier.steps.damaged, limits.in_force.unreadable_commit
             own, any_packs = damaged.own_packs(), damaged.any_packs(unreadable)
@@ -159,7 +166,7 @@ class Collector:
                 if key not in live and (key not in kept or (orphans and kept[key] < oldest_kept))
             ]
             nbytes = await self._delete_packs(tier, dead)
-            files = await self._sweep(tier, oldest_kept) if orphans else 0
+            files = await self._sweep(tier, listed, oldest_kept) if orphans else 0
         self._state.changed.notify()
         return Collected(tier.name, len(dead), nbytes, files)
 
@@ -211,6 +218,29 @@ class Collector:
                 tier.packs.unlisted.add(info.key)
                 tier.packs.orphans[info.key] = info.modified or time.time()
 
+    async def _check_known(self, tier: Tier, listed: Iterable[BlobInfo]) -> None:
+        """Have the tier read anew where somebody else has committed a step, which is no leftover: a writer, say, that
+        was taken for dead while its put was under way. Raises `TierUnavailable` then.
+        """
+        for step, files in step_folders(listed).items():
+            if layout.MANIFEST not in files or tier.steps.may_have(step):
+                continue
+            async with tier.steps.turn(step):
+                try:
+                    await tier.store.stat(layout.manifest_key(step.step, step.serial))
+                except NotFound:
+                    continue  # it was evicted since
+                if tier.steps.may_have(step):
+                    continue
+            error = TierUnavailable(
+                f"tier {tier.name!r} at {tier.store.location}: another writer has committed {step} there; what the "
+                f"tier holds is read again, and nothing is collected before"
+            )
+            if tier.lease is not None:
+                tier.lease.taken_over = True
+            self._state.report(tier, error)
+            raise error
+
     async def _live_packs(self, tier: Tier) -> set[str]:
         live: set[str] = set()
         for packs in (await self._packs_by_step(tier)).values():
@@ -250,8 +280,11 @@ class Collector:
         await together([delete(key) for key in dead])
         return freed
 
-    async def _sweep(self, tier: Tier, oldest_kept: float) -> int:
-        """Delete index files of steps that were never committed or retracted half, and files of torn writes."""
+    async def _sweep(self, tier: Tier, listed: Sequence[BlobInfo], oldest_kept: float) -> int:
+        """Delete index files of steps that were never committed or retracted half, and files of torn writes.
+
+        ``listed`` are the files of all steps, as `_check_known` has seen them: what came since may be a step.
+        """
         known = {held.btree_key for step, held in tier.steps.held.items() if step not in tier.steps.indeterminate}
         known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.steps.held, *tier.steps.damaged)}
         unsure = {*tier.steps.damaged, *tier.steps.indeterminate}
@@ -262,9 +295,7 @@ class Collector:
                 known.add((await step_index.read(tier, step))[2])
                 unsure.discard(step)
         strays = {
-            info.key: info.modified
-            async for info in tier.store.list(layout.STEPS)
-            if info.key not in known and not _belongs(info.key, unsure)
+            info.key: info.modified for info in listed if info.key not in known and not _belongs(info.key, unsure)
         }
         seen = self._strays.get(tier.name, {})
         # Where the store tells no time of change, a stray is as old as we have known it.

@@ -6,7 +6,8 @@
 - `Evictor.let_part_go`: a rank's part of a step that is not committed, or that rank 0 has evicted for all ranks.
 - `Evictor.find_out`: repeats an eviction that this rule permitted and whose outcome is unknown; it asks again first.
 - `Evictor.drop_unreadable`: a step in RAM whose index is damaged is no good copy.
-- `Collector`: packs and index nodes that no step refers to, and failed commits that may come late.
+- `Collector`: packs and index nodes that no step refers to, and commits that come late of steps that this process has
+  evicted or failed to commit; one that it does not know stays, and is read.
 - `commit_file`: a failed first commit, and the nodes of a commit that a newer one of the same step replaces.
 - `Replication`: replicas in RAM, which never count as durable; the last fully replicated step stays.
 - `opening.scan`: steps in RAM that cannot be read, or whose extents overlap others.

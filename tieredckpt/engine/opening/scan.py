@@ -25,7 +25,7 @@ from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.manifest import StepId, StepIndex, decode_step, find_record
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["look_again", "pack_table", "scan_tier", "scan_tier_again"]
+__all__ = ["look_again", "pack_table", "scan_tier", "scan_tier_again", "step_folders"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -91,20 +91,21 @@ async def _in_folder(tier: Tier, folder: str, listed: Sequence[BlobInfo] | None)
     return [info for info in listed if info.key.startswith(folder)]
 
 
-async def _list_steps(tier: Tier, listed: Sequence[BlobInfo] | None = None) -> dict[StepId, dict[str, BlobInfo]]:
-    """The files of each step's folder, by name."""
+def step_folders(listed: Iterable[BlobInfo]) -> dict[StepId, dict[str, BlobInfo]]:
+    """The files of each step's folder, by name, from a listing of ``steps/``."""
     found: dict[str, dict[str, BlobInfo]] = {}
-    for info in await _in_folder(tier, layout.STEPS, listed):
+    for info in listed:
         folder, _, name = info.key.rpartition("/")
         found.setdefault(folder, {})[name] = info
-    steps: dict[StepId, dict[str, BlobInfo]] = {}
-    for folder, files in found.items():
-        parsed = layout.parse_step_folder(folder + "/")
-        if parsed is not None:
-            step = StepId(serial=parsed[1], step=parsed[0])
-            steps[step] = files
-            if layout.MANIFEST in files:
-                tier.steps.indexes.nbytes[step] = sum(info.size for info in files.values())
+    parsed = {folder: layout.parse_step_folder(folder + "/") for folder in found}
+    return {StepId(serial=of[1], step=of[0]): found[folder] for folder, of in parsed.items() if of is not None}
+
+
+async def _list_steps(tier: Tier, listed: Sequence[BlobInfo] | None = None) -> dict[StepId, dict[str, BlobInfo]]:
+    steps = step_folders(await _in_folder(tier, layout.STEPS, listed))
+    for step, files in steps.items():
+        if layout.MANIFEST in files:
+            tier.steps.indexes.nbytes[step] = sum(info.size for info in files.values())
     return steps
 
 

@@ -204,6 +204,11 @@ class Steps:
         """Whether the tier has the step, readable or not, and is not retracting it."""
         return (step in self.held or step in self.damaged) and step not in self.leaving
 
+    def may_have(self, step: StepId) -> bool:
+        """Whether this process knows why a commit of the step may be on the tier: held, damaged, left or given up."""
+        known = (self.held, self.damaged, self.tombstones, self.indeterminate, self.deletions)
+        return any(step in steps for steps in known)
+
     def turn(self, step: StepId) -> asyncio.Lock:
         """The lock for putting or deleting the step's manifest, so that two such calls have an order."""
         return self._turns.setdefault(step, asyncio.Lock())

@@ -572,3 +572,60 @@ async def test_the_packs_of_a_step_stay_whose_commit_could_not_be_read_once(
         restored = await store.restore(2, resume=False)
         assert restored is not None
         assert_same(restored.tree, changed(2))
+
+
+async def a_late_commit(place: Place, disk: dict[str, Any], step: int) -> tuple[Path, bytes]:
+    """A step whose writer is taken for dead before its manifest arrives: the file, and what is to come there."""
+    async with opened(place, disk) as store:
+        await (await store.save(step, changed(step, keeps=3))).reached("disk")
+    (manifest,) = place.disk.glob(f"steps/{step:010d}-*/manifest.ocdbt")
+    content = manifest.read_bytes()
+    manifest.unlink()
+    return manifest, content
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["whole", "torn"])
+async def test_a_step_that_another_writer_commits_late_is_no_leftover(
+    place: Place, disk: dict[str, Any], readable: bool
+) -> None:
+    async with opened(place, disk) as store:
+        await (await store.save(1, state())).reached("disk")
+    manifest, content = await a_late_commit(place, disk, 7)
+    async with opened(place, disk) as store:
+        heard = Heard(store)
+        await (await store.save(2, changed(2))).reached("disk")
+        manifest.write_bytes(content if readable else content[:-1])
+        place.let_the_grace_pass()
+        with pytest.raises(TierUnavailable, match="another writer has committed step 7"):
+            await store.collect()
+        await heard.first(TierRecovered)
+        for _ in range(2):  # where a store tells no times, what is unknown ages from when it was first seen
+            place.let_the_grace_pass()
+            await store.collect()
+        assert manifest.exists()
+        assert await store.where(2) == ("ram", "disk")
+        if readable:
+            assert await store.where(7) == ("disk",)
+            await assert_restores(store, 7, changed(7, keeps=3))
+            assert all(found.intact for found in await store.verify(7))
+            await store.save(8, changed(8))
+            assert len({info.serial for info in await store.steps() if info.step in (7, 8)}) == 2
+
+
+async def test_a_commit_of_a_step_that_was_evicted_here_is_collected_when_it_comes_late(
+    place: Place, disk: dict[str, Any]
+) -> None:
+    """A put that was repeated may be carried out once more after the step has left."""
+    async with opened(place, disk) as store:
+        for step in (1, 2):
+            await (await store.save(step, changed(step))).reached("disk")
+        (manifest,) = place.disk.glob("steps/0000000001-*/manifest.ocdbt")
+        content = manifest.read_bytes()
+        await store.evict(1, "disk")
+        manifest.parent.mkdir(exist_ok=True)
+        manifest.write_bytes(content)
+        for _ in range(2):
+            place.let_the_grace_pass()
+            await store.collect()
+        assert not manifest.exists()
+        assert await store.where(1) == ("ram",)
