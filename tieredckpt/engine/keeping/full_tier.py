@@ -1,7 +1,8 @@
 """Room on a full tier for a newer step: the steps that it retains leave, oldest first, as far as promise 6 allows.
 
 The policy says which steps are retained; the tier limits how many. Without this a tier that its own steps
-fill would stay at these, and the newest step would never be durable.
+fill would stay at these, and the newest step would never be durable. Where a device has no room although more than the
+step needs has left it, something else holds the space, and the other steps stay.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from tieredckpt.units import format_size
 __all__ = ["NoRoom", "check_room", "evict_older", "evicting_older", "fits", "make_room", "needing"]
 
 _log = logging.getLogger("tieredckpt")
+
+_VAIN = 2
+"""How many times what a device had no room for leaves it at most: a file takes more there than its bytes."""
 
 
 class NoRoom(NoSpace):
@@ -93,16 +97,19 @@ async def evicting_older(
         try:
             return await copy()
         except NoRoom as error:
-            if not await evict_older(state, collector, step, tier, error.need):
+            if await evict_older(state, collector, step, tier, error.need):
+                continue
+            if not tier.health.freed:
                 raise
+            raise NoRoom.of(f"{error}; {_in_vain(tier)}", error.need) from error
 
 
 async def evict_older(state: State, collector: Collector, step: StepId | None, tier: Tier, need: int) -> bool:
     """Evict one step from a full tier, for a newer one that needs so many bytes there; whether one left.
 
-    None leaves if all that may leave would not make that much room.
+    None leaves if all that may leave would not make that much room, nor if what has left a device made none.
     """
-    if not state.collects(tier):
+    if not state.collects(tier) or _is_in_vain(tier, need):
         return False
     going = [
         older
@@ -113,13 +120,33 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
     if not going or await collector.freed_by(going, tier) < lacking:
         return False
     retained = set(going).difference(leaving(state, tier))
+    on_device, before = fits(tier, need), tier.used
     for older in going:
         if await collector.evictor.try_evict(older, tier):
             if older in retained:
                 _tell(state, older, tier)
             await collector.collect(tier, orphans=False)
+            if on_device:
+                tier.health.freed += max(0, before - tier.used)
             return True
     return False
+
+
+def _is_in_vain(tier: Tier, need: int) -> bool:
+    """Whether a device has no room although far more has left it than it had no room for."""
+    if not fits(tier, need):
+        return False  # it is the tier's capacity, which counts what leaves
+    tier.health.lacked = max(tier.health.lacked, need)
+    index = max(tier.steps.indexes.nbytes.values(), default=0)
+    return tier.health.freed > 0 and tier.health.freed >= _VAIN * (tier.health.lacked + index)
+
+
+def _in_vain(tier: Tier) -> str:
+    return (
+        f"older steps of {format_size(tier.health.freed)} left it, which made no room, so the others stay: see what "
+        f"else takes its space (a storage target that is full while others have room, snapshots, files that are held "
+        f"open, a quota that is shared), or give it more"
+    )
 
 
 def _tell(state: State, step: StepId, tier: Tier) -> None:

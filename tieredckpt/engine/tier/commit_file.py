@@ -130,6 +130,8 @@ async def commit(
                 raise
         for key in tier.steps.know(record, arrays, btree_key, index.nbytes):
             tier.packs.orphans.pop(key, None)
+        if first:
+            tier.health.took_step()
         if before is not None and before.btree_key and step not in tier.steps.indeterminate:
             await tier.store.delete(before.btree_key)
 

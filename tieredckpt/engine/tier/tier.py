@@ -59,6 +59,10 @@ class Health:
     """Note for people about a tier that works."""
     retry_at: float = 0.0
     """Not to be tried before, on the monotonic clock."""
+    freed: int = 0
+    """Bytes of older steps that have left a full device since it took a new step."""
+    lacked: int = 0
+    """The most bytes for which it had no room since then."""
     _failures: int = 0
 
     def fail(self, error: Exception) -> float:
@@ -73,6 +77,10 @@ class Health:
         """Note a success; True when the tier had failed before."""
         failed, self.error, self._failures = self.error is not None, None, 0
         return failed
+
+    def took_step(self) -> None:
+        """Note that the device took a new step, after whatever evictions."""
+        self.freed = self.lacked = 0
 
 
 @dataclass

@@ -187,3 +187,39 @@ async def test_several_ranks_bring_their_newest_step_to_a_full_tier(
         assert len(held) >= 2
         assert held == list(range(9 - len(held), 9))
         await ranks.all(lambda store, rank: store.flush())
+
+
+@pytest.mark.parametrize("mode", ["promoted", "past RAM", "lease"])
+async def test_where_evictions_free_no_room_the_history_stays(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers, mode: str
+) -> None:
+    """One of many storage targets is full, say, or a snapshot holds what is deleted."""
+    sizes = {"capacity": CHUNK} if mode == "past RAM" else {}
+    tiers = {"ram": ram(shared_memory, **sizes), "disk": folder(tmp_path / "disk", retain="all")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        heard = Heard(store)
+        for step in range(1, 11):
+            await (await store.save(step, state(step))).reached("disk")
+        full = NoSpace("tier 'disk': the storage target is full")
+        faults["disk"].fail("put", full, key="packs/*" if mode != "lease" else "*", times=None)
+        for step in (11, 12):
+            if mode == "past RAM":
+                with pytest.raises(NoSpace):
+                    await store.save(step, state(step))
+            else:
+                checkpoint = await store.save(step, state(step))
+                with pytest.raises(NoSpace, match="left it, which made no room"):
+                    await checkpoint.reached("disk")
+        before = len(heard.of(TierFailed))
+        if mode == "lease":
+            store._life.engine.state.report(tier_of(store, "disk"), full)
+        if mode != "past RAM":  # it is tried again and again
+            await heard.first(TierFailed, lambda _: len(heard.of(TierFailed)) >= before + 4)
+        held = [info.step for info in await store.steps() if "disk" in info.tiers]
+        assert len(held) >= 8
+        assert held == list(range(11 - len(held), 11))
+        faults["disk"].clear()
+        await heard.first(TierRecovered)
+        checkpoint = await store.save(13, state(13))
+        await checkpoint.reached("disk")
+        assert tier_of(store, "disk").health.freed == 0
