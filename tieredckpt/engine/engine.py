@@ -34,7 +34,7 @@ from tieredckpt.engine.mode.beside_agent import BesideAgent
 from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
 from tieredckpt.engine.opening.identify import identify
 from tieredckpt.engine.opening.ram import keep_noted
-from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, renew_lease
+from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, read_again, renew_lease
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.promoting.waiting import drained, reached
@@ -182,12 +182,12 @@ class Engine:
         for tier in filter(self.state.manages, self.state.tiers):
             mode = self.mode
             promoter = Promoter(self.state, self.collector, tier, self._reconnect, mode.promote, mode.report_stuck)
-            self._promote_to(tier, promoter)
+            self._promote_to(tier, promoter, self.collector)
         for derivation in self.state.derivations:
             if self.state.manages(tier := derivation.target):
                 collector = self._deriving[tier.name]
                 derive = partial(copy_step, derivation, collector)
-                self._promote_to(tier, Promoter(derivation, collector, tier, self._reconnect, derive))
+                self._promote_to(tier, Promoter(derivation, collector, tier, self._reconnect, derive), collector)
         if self._config.exports and self.state.membership.rank == 0 and self._role is not Role.TRAINER:
             self.exporter = Exporter(self.state, self._config.exports, self.background_repair.behind)
             self._go_on(self.exporter.run(), "exports")
@@ -197,12 +197,13 @@ class Engine:
             self._go_on(keep_tidy(self._config.grace, self.admin.collect), "collect")
         self.prepare_memory()
 
-    def _promote_to(self, tier: Tier, promoter: Promoter) -> None:
+    def _promote_to(self, tier: Tier, promoter: Promoter, collector: Collector) -> None:
         self.promoters[tier.name] = promoter
         self._go_on(promoter.run(), f"promote to {tier.name}")
         # Each on its own: one that hangs must not let the leases of the others run out.
         self._go_on(renew_lease(self.state, tier), f"lease of {tier.name}")
         self._go_on(keep_catalogued(tier), f"catalog of {tier.name}")
+        self._go_on(read_again(tier, collector.evictor.look_again), f"unreadable steps of {tier.name}")
 
     def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.append(asyncio.create_task(work, name=f"tieredckpt {name}"))

@@ -16,6 +16,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import leaving, leaving_for, waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.steps import Unreadable
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NoSpace
 from tieredckpt.events import RetentionCut
@@ -99,9 +100,10 @@ async def evicting_older(
         except NoRoom as error:
             if await evict_older(state, collector, step, tier, error.need):
                 continue
-            if not tier.health.freed:
+            why = _in_vain(tier) if tier.health.freed else _unreadable_keep(tier)
+            if not why:
                 raise
-            raise NoRoom.of(f"{error}; {_in_vain(tier)}", error.need) from error
+            raise NoRoom.of(f"{error}{why}", error.need) from error
 
 
 async def evict_older(state: State, collector: Collector, step: StepId | None, tier: Tier, need: int) -> bool:
@@ -141,9 +143,20 @@ def _is_in_vain(tier: Tier, need: int) -> bool:
     return tier.health.freed > 0 and tier.health.freed >= _VAIN * (tier.health.lacked + index)
 
 
+def _unreadable_keep(tier: Tier) -> str:
+    """Which steps keep all packs of a tier because their files cannot be read, for a message; empty where none does."""
+    found = sorted(step for step, problem in tier.steps.damaged.items() if isinstance(problem, Unreadable))
+    if not found:
+        return ""
+    return (
+        f"; nothing can be evicted while {', '.join(map(str, found))} cannot be read there, for its packs are not "
+        f"known: see to its files, or evict it"
+    )
+
+
 def _in_vain(tier: Tier) -> str:
     return (
-        f"older steps of {format_size(tier.health.freed)} left it, which made no room, so the others stay: see what "
+        f"; older steps of {format_size(tier.health.freed)} left it, which made no room, so the others stay: see what "
         f"else takes its space (a storage target that is full while others have room, snapshots, files that are held "
         f"open, a quota that is shared), or give it more"
     )

@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
 from tieredckpt.concurrency import together
+from tieredckpt.engine import limits
 from tieredckpt.engine.opening.catalog_read import Footers, believed, read_catalogs, stamp_of
+from tieredckpt.engine.opening.unreadable import Reads
 from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.ram import Ram
-from tieredckpt.engine.tier.steps import Held, IndeterminateDelete
+from tieredckpt.engine.tier.steps import Held, IndeterminateDelete, Unreadable
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.manifest import StepId, StepIndex, decode_step, find_record
 from tieredckpt.format.ocdbt import Extent
@@ -38,6 +40,8 @@ _LARGE_INDEX = 32 << 20
 
 async def scan_tier(tier: Tier, store: str | None = None, listed: Sequence[BlobInfo] | None = None) -> None:
     """Scan the whole content of ``tier``. Raises as its blob store does.
+
+    A step with a file that cannot be read, though the tier works, counts as damaged (`Unreadable`).
 
     What its catalogs have, and its listing confirms, is not read, but for the newest step: a restore takes that, and
     takes the one before it if it turns out that it cannot be read.
@@ -64,7 +68,8 @@ async def _scan(tier: Tier, store: str | None, listed: Sequence[BlobInfo] | None
             catalogs = await read_catalogs(tier, store, await _in_folder(tier, layout.CATALOGS, listed))
     footers, records = believed(tier, catalogs, folders)
     unread = sorted(step for step, files in folders.items() if layout.MANIFEST in files and step not in records)
-    read = partial(_find_step, tier, folders)
+    reads = Reads(tier)
+    read = partial(_find_step, reads, folders)
     await _all(partial(read, step) for step in unread if tier.steps.indexes.nbytes[step] <= _LARGE_INDEX)
     for step in unread:
         if tier.steps.indexes.nbytes[step] > _LARGE_INDEX:
@@ -72,12 +77,15 @@ async def _scan(tier: Tier, store: str | None, listed: Sequence[BlobInfo] | None
     rest = sorted(records)
     while rest and (not tier.steps.held or max(tier.steps.held) < rest[-1]):
         await read(rest.pop())
+    reads.check()
+    for step, error in reads.unreadable.items():
+        _quarantine(tier, step, error)
     for step in rest:
         record, btree_key = records[step]
         tier.steps.held[step] = Held(record, btree_key, whole=False)
     if ram is None:
         unlisted = tier.packs.sizes.keys() - tier.steps.catalogued.packs
-        await _all(partial(_find_chunks, tier, key, tier.packs.sizes[key], footers) for key in sorted(unlisted))
+        await _all(partial(_find_chunks, reads, key, tier.packs.sizes[key], footers) for key in sorted(unlisted))
         tier.packs.duplicates.update(await asyncio.to_thread(_fill, tier, footers))
     elif ram.slab.writable:
         await _claim_extents(tier, ram)
@@ -146,13 +154,20 @@ async def _list_again(tier: Tier, but: Collection[StepId]) -> None:
     folders = await _list_steps(tier)
     committed = {step for step, files in folders.items() if layout.MANIFEST in files} - {*but}
     unknown = [step for step in committed if not _is_known(tier, step, folders[step])]
-    await _all(partial(_read_again, tier, step, folders[step]) for step in unknown)
+    reads, found = Reads(tier), dict[StepId, Held | TieredCkptError | None]()
+
+    async def read(step: StepId) -> None:
+        found[step] = await reads.of(step, _read_step(tier, step))
+
+    await _all(partial(read, step) for step in unknown)
+    reads.check()
+    for step, each in found.items():
+        _apply(tier, step, folders[step], each)
     for step in (tier.steps.held.keys() | tier.steps.damaged.keys()) - committed:
         tier.steps.drop(step)
 
 
-async def _read_again(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> None:
-    found = await _read_step(tier, step)
+def _apply(tier: Tier, step: StepId, files: Mapping[str, BlobInfo], found: Held | TieredCkptError | None) -> None:
     known_problem = step in tier.steps.damaged
     tier.steps.drop(step)  # with all that is remembered of it
     if found is None:
@@ -171,7 +186,8 @@ async def _read_again(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -
 def _is_known(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> bool:
     held = tier.steps.held.get(step)
     if held is None:
-        return False
+        problem = tier.steps.damaged.get(step)  # a file that hangs would hold up each call
+        return isinstance(problem, Unreadable) and time.monotonic() - problem.since < limits.in_force.last_retry
     return stamp_of(held.btree_key.rpartition("/")[2], files) == tier.steps.catalogued.stamps.get(step)
 
 
@@ -199,8 +215,9 @@ async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
     await together([limited(work) for work in works])
 
 
-async def _find_step(tier: Tier, folders: Mapping[StepId, Mapping[str, BlobInfo]], step: StepId) -> None:
-    match await _read_step(tier, step):
+async def _find_step(reads: Reads, folders: Mapping[StepId, Mapping[str, BlobInfo]], step: StepId) -> None:
+    tier = reads.tier
+    match await reads.of(step, _read_step(tier, step)):
         case Held() as held:
             tier.steps.held[step] = held
             stamp = stamp_of(held.btree_key.rpartition("/")[2], folders[step])
@@ -208,10 +225,14 @@ async def _find_step(tier: Tier, folders: Mapping[StepId, Mapping[str, BlobInfo]
                 tier.steps.catalogued.timeless = True
             elif tier.steps.catalogued.stamps.setdefault(step, stamp) != stamp:
                 tier.steps.catalogued.forget(step)
-        case TieredCkptError() as error:
-            tier.steps.damaged.quarantine(step, error, tier.packs.sizes)
-            tier.steps.catalogued.forget(step)
-            _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+        case TieredCkptError() as error if step not in reads.unreadable:  # which shows when all are read
+            _quarantine(tier, step, error)
+
+
+def _quarantine(tier: Tier, step: StepId, error: TieredCkptError) -> None:
+    tier.steps.damaged.quarantine(step, error, tier.packs.sizes)
+    tier.steps.catalogued.forget(step)
+    _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
 
 
 async def _read_step(tier: Tier, step: StepId) -> Held | TieredCkptError | None:
@@ -242,6 +263,8 @@ async def look_again(tier: Tier, step: StepId) -> bool:
         _log.warning("tier %r: %s can be read there after all", tier.name, step)
     elif found is None:
         tier.steps.drop(step)
+    elif isinstance(before, Unreadable):
+        tier.steps.damaged.quarantine(step, found, tier.packs.sizes)
     else:
         tier.steps.damaged[step] = found
     return found is None
@@ -324,10 +347,13 @@ async def pack_table(tier: Tier, key: str, size: int) -> NDArray[Any]:
     return table
 
 
-async def _find_chunks(tier: Tier, key: str, size: int, footers: Footers) -> None:
+async def _find_chunks(reads: Reads, key: str, size: int, footers: Footers) -> None:
+    tier = reads.tier
     try:
         table = await pack_table(tier, key, size)
-    except (Corrupt, NotFound) as error:
+    except (Corrupt, NotFound, TierUnavailable) as error:
+        if isinstance(error, TierUnavailable):
+            await reads.note(error)
         tier.packs.unlisted.add(key)
         _log.warning("tier %r: pack %s has no readable footer: %s", tier.name, key, error)
     else:

@@ -1,4 +1,4 @@
-"""Periodic work of an open store: renews leases, reclaims leftovers, writes catalogs."""
+"""Periodic work of an open store: renews leases, reclaims leftovers, writes catalogs, reads unreadable steps again."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from tieredckpt.concurrency import told_to_end
 from tieredckpt.engine import limits
 from tieredckpt.engine.opening.catalog_write import write_catalog
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.steps import Unreadable
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import TieredCkptError
+from tieredckpt.format.manifest import StepId
 
-__all__ = ["catalogue", "keep_catalogued", "keep_tidy", "renew_lease"]
+__all__ = ["catalogue", "keep_catalogued", "keep_tidy", "read_again", "renew_lease"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -44,6 +46,21 @@ async def keep_tidy(grace: float, collect: Callable[[], Awaitable[object]]) -> N
             _log.warning("collection: %s", error)
         except Exception:
             _log.exception("collection: unexpected failure")
+
+
+async def read_again(tier: Tier, look_again: Callable[[StepId, Tier], Awaitable[None]]) -> None:
+    """Read steps again that could not be read though their tier works, until cancelled."""
+    while not told_to_end():
+        await asyncio.sleep(limits.in_force.last_retry)
+        for step, problem in tuple(tier.steps.damaged.items()):
+            if not isinstance(problem, Unreadable) or not tier.answers:
+                continue
+            try:
+                await look_again(step, tier)
+            except TieredCkptError as error:
+                _log.info("tier %r: %s could not be read again: %s", tier.name, step, error)
+            except Exception:
+                _log.exception("tier %r: unexpected failure to read %s again", tier.name, step)
 
 
 async def keep_catalogued(tier: Tier) -> None:

@@ -12,10 +12,10 @@ from weakref import WeakValueDictionary
 
 from tieredckpt.engine.tier.catalog_cache import Catalogued
 from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
-from tieredckpt.errors import TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 
-__all__ = ["DamagedSteps", "Held", "HeldSteps", "IndeterminateCommit", "IndeterminateDelete", "Steps"]
+__all__ = ["DamagedSteps", "Held", "HeldSteps", "IndeterminateCommit", "IndeterminateDelete", "Steps", "Unreadable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,15 @@ class IndeterminateDelete(TierUnavailable):
         self.held = held
 
 
+class Unreadable(Corrupt):
+    """A file of a step's commit cannot be read (EIO, no permission), though its tier works: the step may be whole."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.since = time.monotonic()
+        """When it was read last (monotonic seconds)."""
+
+
 class DamagedSteps(dict[StepId, TieredCkptError]):
     """The steps whose commit is there and cannot be read, and the packs that each may use all the same.
 
@@ -133,9 +142,16 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
         return {key: since for step, (since, packs) in self._own.items() if step in self for key in packs}
 
     def any_packs(self, seconds: float) -> set[str]:
-        """The packs that there were when steps came here, less than so long ago, of which nothing is known."""
+        """The packs that there were when steps came here, less than so long ago, of which nothing is known.
+
+        Those for a step that is `Unreadable` stay as long as it is: it is neither torn nor lost.
+        """
         now = time.monotonic()
-        self._any = {step: known for step, known in self._any.items() if step in self and now - known[0] < seconds}
+        self._any = {
+            step: known
+            for step, known in self._any.items()
+            if step in self and (now - known[0] < seconds or isinstance(self[step], Unreadable))
+        }
         return {key for _, packs in self._any.values() for key in packs}
 
 

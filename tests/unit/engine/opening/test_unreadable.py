@@ -1,0 +1,155 @@
+"""A file that cannot be read costs its step alone, as long as it cannot; a tier that does not answer is no damage."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reliability.tiers import FaultyTiers
+from support.scenes import Heard, assert_same, config, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import BlobStore
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import Corrupt, NoSpace, TierUnavailable
+from tieredckpt.events import TierFailed, TierRecovered
+from tieredckpt.testing.faulty import Faulty
+
+GRACE = 3600.0
+BAD = TierUnavailable("/disk/file cannot be read: Input/output error")
+OF_2 = "steps/0000000002-*/"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> StoreConfig:
+    return config({"disk": folder(tmp_path / "disk", retain="all")}, grace=GRACE)
+
+
+@pytest.fixture
+async def saved(settings: StoreConfig, tmp_path: Path) -> Path:
+    """The folder of a store of three steps, all older than ``grace``."""
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2, 3):
+            await store.save(step, tree(step))
+    for path in (tmp_path / "disk").glob("packs/*/*"):
+        os.utime(path, (time.time() - 2 * GRACE,) * 2)
+    for path in (tmp_path / "disk").glob("catalogs/*"):
+        path.unlink()
+    return tmp_path / "disk"
+
+
+@contextmanager
+def unreadable(faults: FaultyTiers, *keys: str) -> Iterator[None]:
+    """From their opening on, tiers cannot read files of such keys."""
+    wrap = faults.wrap
+
+    def failing(name: str, blobs: BlobStore) -> Faulty:
+        faulty = wrap(name, blobs)
+        for key in keys:
+            faulty.fail("get", BAD, key=key, times=None)
+            faulty.fail("get_into", BAD, key=key, times=None)
+        return faulty
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "wrap", failing)
+        yield
+
+
+async def assert_restores(store: CheckpointStore, step: int) -> None:
+    restored = await store.restore(step, resume=False)
+    assert restored is not None
+    assert_same(restored.tree, tree(step))
+
+
+@pytest.mark.parametrize("file", ["manifest.ocdbt", "btree*"])
+async def test_a_file_that_cannot_be_read_costs_its_step_alone_until_it_can(
+    settings: StoreConfig, saved: Path, faults: FaultyTiers, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    with unreadable(faults, OF_2 + file):
+        async with CheckpointStore.open(settings) as store:
+            heard = Heard(store)
+            assert [info.step for info in await store.steps()] == [1, 3]
+            told = next(record for record in caplog.messages if "Input/output error" in record)
+            assert "tier 'disk'" in told
+            assert "step 2" in told
+            with pytest.raises(Corrupt, match="step 2"):
+                await store.restore(2, resume=False)
+            await (await store.save(4, tree(4))).reached("disk")
+            await store.evict(1, "disk")
+            await store.collect()
+            for step in (3, 4):
+                await assert_restores(store, step)
+            assert not heard.of(TierFailed)
+            faults["disk"].clear()
+            reading = faults["disk"].hold("get", key=OF_2 + file)
+            await reading.reached()  # by itself
+            reading.release()
+            await store.collect()
+            assert await store.where(2) == ("disk",)
+            await assert_restores(store, 2)
+
+
+async def test_a_pack_that_cannot_be_read_keeps_no_tier_from_being_opened(
+    settings: StoreConfig, saved: Path, faults: FaultyTiers
+) -> None:
+    (manifest,) = saved.glob("steps/0000000002-*/manifest.ocdbt")
+    pack = min(saved.glob("packs/*/*"), key=lambda path: abs(path.stat().st_ctime - manifest.stat().st_ctime))
+    with unreadable(faults, pack.relative_to(saved).as_posix()):
+        async with CheckpointStore.open(settings) as store:
+            assert [info.step for info in await store.steps()] == [1, 2, 3]
+            await (await store.save(4, tree(4))).reached("disk")
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2, 3, 4):
+            await assert_restores(store, step)
+
+
+async def test_a_full_tier_says_which_unreadable_step_keeps_its_packs(
+    saved: Path, faults: FaultyTiers, shared_memory: Path
+) -> None:
+    size = sum(path.stat().st_size for path in saved.glob("packs/*/*"))
+    tiers: dict[str, Any] = {"ram": ram(shared_memory), "disk": folder(saved, retain="all", capacity=size + (64 << 10))}
+    with unreadable(faults, OF_2 + "*"):
+        async with CheckpointStore.open(config(tiers, grace=GRACE)) as store:
+            with pytest.raises(NoSpace, match=r"step 2 .* cannot be read there"):
+                await (await store.save(4, tree(4))).reached("disk")
+            heard = Heard(store)
+            await store.evict(2, "disk")
+            await heard.first(TierRecovered)
+            await (await store.save(5, tree(5))).reached("disk")
+
+
+@pytest.mark.parametrize("keys", [["*"], ["steps/*"], ["tieredckpt.json", OF_2 + "*"]], ids=["all", "steps", "marker"])
+async def test_a_tier_that_does_not_answer_is_unavailable_and_nothing_there_damaged(
+    settings: StoreConfig, saved: Path, faults: FaultyTiers, shared_memory: Path, keys: list[str]
+) -> None:
+    with unreadable(faults, *keys):
+        with pytest.raises(TierUnavailable):
+            await CheckpointStore.open(settings)
+        tiers: dict[str, Any] = {"ram": ram(shared_memory), "disk": folder(saved, retain="all")}
+        async with CheckpointStore.open(config(tiers, grace=GRACE)) as store:
+            (disk,) = [info for info in await store.tier_infos() if info.name == "disk"]
+            assert not disk.healthy
+            assert not disk.damaged
+    async with CheckpointStore.open(settings) as store:
+        assert [info.step for info in await store.steps()] == [1, 2, 3]
+
+
+async def test_a_reader_goes_on_beside_a_step_that_it_cannot_read(
+    settings: StoreConfig, saved: Path, faults: FaultyTiers
+) -> None:
+    with unreadable(faults, OF_2 + "manifest.ocdbt"):
+        async with CheckpointStore.open(settings, read_only=True) as reader:
+            assert [info.step for info in await reader.steps()] == [1, 3]
+            own = faults["disk"]
+            own.fail("get", BAD, key="steps/0000000004-*", times=None)
+            async with CheckpointStore.open(settings) as store:
+                await (await store.save(4, tree(4))).reached("disk")
+                await (await store.save(5, tree(5))).reached("disk")
+            assert [info.step for info in await reader.steps()] == [1, 3, 5]
+            await assert_restores(reader, 5)
+            own.clear()

@@ -1,0 +1,63 @@
+"""Tells files that cannot be read from a tier that does not answer: for one bad sector no tier is done without."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from tieredckpt.engine.tier import marker_file
+from tieredckpt.engine.tier.steps import Held, Unreadable
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["Reads"]
+
+_FILES = 16
+"""That cannot be read in one scan at most: a tier that goes on to fail, or to hang, is not asked file by file."""
+
+
+@dataclass(slots=True)
+class Reads:
+    """The reads of one scan.
+
+    A file fails alone if the marker, asked for right after it, is answered, and another step can be read, where there
+    is one. If all of several steps fail, or many files, that is the tier.
+    """
+
+    tier: Tier
+    answered: int = 0
+    """Steps that were read, whatever was found."""
+    failed: list[TierUnavailable] = field(default_factory=list)
+    unreadable: dict[StepId, Unreadable] = field(default_factory=dict)
+    """Steps with such a file, if it is not the tier, which `check` tells."""
+
+    async def of(
+        self, step: StepId, reading: Awaitable[Held | TieredCkptError | None]
+    ) -> Held | TieredCkptError | None:
+        """The result of reading a step, or that it is `Unreadable`. Raises `TierUnavailable` as `note`."""
+        try:
+            found = await reading
+        except TierUnavailable as error:
+            await self.note(error)
+            self.unreadable[step] = Unreadable(f"tier {self.tier.name!r} works, but for a file of {step}: {error}")
+            return self.unreadable[step]
+        self.answered += 1
+        return found
+
+    async def note(self, error: TierUnavailable) -> None:
+        """Note that a file could not be read. Raises the error if it is the tier that does not answer."""
+        self.failed.append(error)
+        if self.tier.in_memory or len(self.failed) > _FILES:
+            raise error
+        try:
+            with suppress(Corrupt, NotFound):  # which are answers
+                await marker_file.read(self.tier.store)
+        except TierUnavailable:
+            raise error from None
+
+    def check(self) -> None:
+        """Raise the first error if several steps could not be read, and none could."""
+        if len(self.failed) > 1 and not self.answered:
+            raise self.failed[0]
