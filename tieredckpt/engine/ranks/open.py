@@ -30,6 +30,7 @@ from tieredckpt.engine.ranks.commit.vote import Votes
 from tieredckpt.engine.ranks.group import Group, vote
 from tieredckpt.engine.ranks.messages import Catalog, Opened
 from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into
+from tieredckpt.engine.ranks.reopen import keep_open
 from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
@@ -149,6 +150,7 @@ class Opening:
             tier = state.tier(catalog.tier)
             adopt_catalog(tier, catalog, state.identity.marker)
             await self._see(tier)
+        self._group.start(keep_open(state), "shared tiers that fail")
         first = state.tiers[0]
         if first.in_memory:
             try:

@@ -59,6 +59,8 @@ class Health:
     """Note for people about a tier that works."""
     retry_at: float = 0.0
     """Not to be tried before, on the monotonic clock."""
+    doubtful: bool = False
+    """Whether a call failed of a tier that another process manages, since it was opened here."""
     freed: int = 0
     """Bytes of older steps that have left a full device since it took a new step."""
     lacked: int = 0

@@ -36,6 +36,7 @@ from tieredckpt.engine.ranks.commit.vote import Votes
 from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import Aborted, Done, Promote
+from tieredckpt.engine.ranks.reopen import check_open
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
@@ -277,14 +278,16 @@ class Commits:
         found: dict[int, tuple[bytes, int]] = {}
         failure = None
         try:
-            if tier.blobs is None:
-                await tier.open()
+            await check_open(self._state, tier)
             for part, digests in todo.items():
                 encoded = await self._write(step, tier, part, digests, written)
                 await tier.store.put(layout.part_key(step.step, step.serial, part), [encoded])
                 found[part] = digest(encoded), len(encoded)
         except TieredCkptError as error:
             failure = Failure.of(error)
+            # Rank 0 opens its own store again, and no other's.
+            tier.health.doubtful |= isinstance(error, TierUnavailable) and not self._state.manages(tier)
+            self._state.changed.notify()
         except Exception as error:
             _log.exception("%s: the part for tier %r could not be written", step, tier.name)
             failure = Failure.of(error)
