@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Limits", "in_force"]
+__all__ = ["Limits", "backoff", "in_force"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +104,11 @@ class Limits:
 
 in_force = Limits()
 """The limits of this process."""
+
+_DOUBLINGS = 64
+"""From so many failures on it is the longest time anyhow; a float cannot be doubled for ever."""
+
+
+def backoff(first: float, last: float, failures: int) -> float:
+    """Seconds until the next try: ``first`` after no earlier failure, doubled by each, at most ``last``."""
+    return min(last, first * 2.0 ** min(failures, _DOUBLINGS))

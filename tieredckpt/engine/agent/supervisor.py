@@ -60,7 +60,9 @@ class Supervisor:
                     why = "there is no agent" if self._process is None else self._process.what_happened()
                     self._absent(self.refused or TierUnavailable(why))
                     await asyncio.sleep(
-                        min(limits.in_force.agent_last_retry, limits.in_force.agent_first_retry * 2.0 ** (failures - 1))
+                        limits.backoff(
+                            limits.in_force.agent_first_retry, limits.in_force.agent_last_retry, failures - 1
+                        )
                     )
                 await self._start()
                 failures += 1  # until it is ready

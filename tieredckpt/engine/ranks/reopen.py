@@ -17,9 +17,6 @@ __all__ = ["check_open", "keep_open"]
 
 _log = logging.getLogger("tieredckpt")
 
-_DOUBLINGS = 32
-"""How often the time until the next try doubles at most."""
-
 
 async def keep_open(state: State) -> None:
     """Open shared tiers again that fail on this rank, or were not there at opening, until cancelled."""
@@ -33,10 +30,10 @@ async def keep_open(state: State) -> None:
                     await check_open(state, tier)
                 failures = 0
             except TieredCkptError as error:
-                failures = min(failures + 1, _DOUBLINGS)
+                failures += 1
                 _log.info("rank %d: tier %r cannot be opened again: %s", state.membership.rank, tier.name, error)
         if any(map(_is_doubtful, shared)):
-            await asyncio.sleep(min(limits.in_force.last_retry, limits.in_force.first_retry * 2.0**failures))
+            await asyncio.sleep(limits.backoff(limits.in_force.first_retry, limits.in_force.last_retry, failures))
 
 
 async def check_open(state: State, tier: Tier) -> None:

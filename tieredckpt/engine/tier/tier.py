@@ -70,7 +70,7 @@ class Health:
     def fail(self, error: Exception) -> float:
         """Note a failure; returns the seconds until the next try."""
         self.error = error
-        delay = min(limits.in_force.last_retry, limits.in_force.first_retry * 2.0**self._failures)
+        delay = limits.backoff(limits.in_force.first_retry, limits.in_force.last_retry, self._failures)
         self._failures += 1
         self.retry_at = time.monotonic() + delay
         return delay

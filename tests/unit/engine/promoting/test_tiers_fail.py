@@ -586,3 +586,17 @@ async def test_work_that_fails_as_it_is_stopped_does_not_keep_the_store_from_clo
         await store.save(1, tree(1))
         await asyncio.to_thread(begun.wait, SOON)
         await crash(store)
+
+
+async def test_a_tier_that_has_failed_for_days_comes_back(two_tiers: StoreConfig, faults: FaultyTiers) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        health = tier_of(store, "disk").health
+        faults.kill("disk")
+        for _ in range(5000):  # at a try a minute
+            health.fail(TierUnavailable("silent"))
+        checkpoint = await store.save(1, tree(1))
+        await heard.first(TierFailed)
+        faults.revive("disk")
+        await heard.first(TierRecovered)
+        await checkpoint.reached("disk")
