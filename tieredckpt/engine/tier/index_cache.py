@@ -12,15 +12,17 @@ from tieredckpt.engine.tier.sizes import Sizes
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["RecentIndexes", "packs_of", "unique_extents"]
+__all__ = ["RecentIndexes", "memory_of", "packs_of", "unique_extents"]
 
-_KEPT, _KEPT_AT_MOST = 8, 64
-_KEPT_BYTES = 4 << 20
-"""Of index files; more indexes than `_KEPT`, at most `_KEPT_AT_MOST`, are kept while all take no more than that
-together. Decoded they take several times as much.
+_KEPT = ((64, 16 << 20), (8, 256 << 20), (2, 1 << 62))
+"""How many indexes are kept while they take no more bytes of memory than that: many small ones, or a few of any size.
 
 A save evicts steps from RAM, oldest first, while the training waits: to read an index again takes milliseconds.
 """
+
+
+_CHUNK_BYTES, _ARRAY_BYTES = 192, 576
+"""Of memory that a chunk and an array of a decoded index take, as measured; their files take a half to a sixth."""
 
 
 class RecentIndexes(OrderedDict[StepId, StepIndex]):
@@ -32,6 +34,8 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         """Bytes of the index files of every step, remembered or not."""
         self.packs: dict[StepId, frozenset[str]] = {}
         """The packs of every step that was read or written."""
+        self._memory: dict[StepId, int] = {}
+        """Bytes that each remembered index takes."""
 
     def forget(self, step: StepId) -> frozenset[str] | None:
         """Forget a step's index; returns its packs where they were known."""
@@ -42,11 +46,14 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         """Keep an index; those that were not used for longest may go."""
         self[step] = index
         self.move_to_end(step)
-        while len(self) > _KEPT and (len(self) > _KEPT_AT_MOST or self._kept_bytes() > _KEPT_BYTES):
+        self._memory[step] = memory_of(index.arrays)
+        while not self._fits():
             self.popitem(last=False)
+        self._memory = {each: self._memory[each] for each in self}
 
-    def _kept_bytes(self) -> int:
-        return sum(self.nbytes.get(each, _KEPT_BYTES) for each in self)
+    def _fits(self) -> bool:
+        memory = sum(self._memory[each] for each in self)
+        return any(len(self) <= count and memory <= nbytes for count, nbytes in _KEPT)
 
     @contextmanager
     def rereading(self, step: StepId) -> Iterator[StepIndex | None]:
@@ -60,6 +67,11 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         finally:
             if remembered is not None and step not in self:
                 self.remember(step, remembered)
+
+
+def memory_of(arrays: Mapping[str, ArrayIndex]) -> int:
+    """About how many bytes of memory the index of a step with these arrays takes."""
+    return len(arrays) * _ARRAY_BYTES + sum(len(array.chunks) for array in arrays.values()) * _CHUNK_BYTES
 
 
 def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
