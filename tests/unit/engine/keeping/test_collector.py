@@ -332,16 +332,17 @@ async def test_a_collection_deletes_nothing_where_a_reconnect_failed_half_way(
         tier, engine = tier_of(store, "disk"), store._life.engine
         tier.marker = None  # as of a tier that comes back
         surveying = faults["disk"].hold("list", key="steps*")
-        faults["disk"].fail("get", TierUnavailable("gone again"), key="steps/*")
         connecting = asyncio.create_task(store._life.loop.call(connect(engine.state, tier)))
         await surveying.reached()
         collecting = asyncio.create_task(store._life.loop.call(engine.collector.collect(tier)))
         await store.steps()  # the engine has taken the call up
+        faults["disk"].fail("get", TierUnavailable("gone again"), times=None)
         surveying.release()
         with pytest.raises(TierUnavailable, match="gone again"):
             await connecting
         assert (await collecting).packs == 0
         assert set(files_under(place.disk)) == before
+        faults["disk"].clear()
         await store._life.loop.call(connect(engine.state, tier))
 
 
