@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from tieredckpt.blobs.base import BlobStore, Survives
-from tieredckpt.blobs.posix.system import CACHES_NAMES, LUSTRE, NFS, SYSTEM, System, name_of, nearest
+from tieredckpt.blobs.posix.system import COHERENT, LUSTRE, NFS, SYSTEM, System, is_local, name_of, nearest
 from tieredckpt.concurrency import left_behind_after
 from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.shared_tiers import LustreTier, NfsTier, Striping
@@ -105,7 +105,7 @@ def _check_group(tier: FolderTier) -> None:
 def _folders(tier: FolderTier, system: System, found: int, *, writes: bool) -> Callable[..., Folders]:
     from tieredckpt.blobs.posix.lustre import Layout, LustreFolders
     from tieredckpt.blobs.posix.paths import Folders
-    from tieredckpt.blobs.posix.shared import SharedFolders
+    from tieredckpt.blobs.posix.shared import CoherentFolders, SharedFolders
 
     exact = tier.access == "group"
     if found == LUSTRE:
@@ -113,12 +113,14 @@ def _folders(tier: FolderTier, system: System, found: int, *, writes: bool) -> C
         if isinstance(tier, LustreTier) and isinstance(tier.striping, Striping):
             layout = Layout(tier.striping.count, tier.striping.size, tier.striping.pool or "")
         return partial(LustreFolders, exact=exact, striping=layout, writes=writes, system=system)
-    return partial(SharedFolders if found in CACHES_NAMES else Folders, exact=exact)
+    if is_local(found):
+        return partial(Folders, exact=exact)
+    return partial(CoherentFolders if found in COHERENT else SharedFolders, exact=exact)
 
 
 def _facts(tier: FolderTier, system: System, found: int) -> dict[str, str]:
     """What a person should know of where the tier is; a mount that loses writes is told at once."""
-    if found not in CACHES_NAMES | {LUSTRE}:
+    if is_local(found):
         return {}
     try:
         options = system.options_of(nearest(tier.path))

@@ -20,13 +20,20 @@ from tieredckpt.blobs.posix.files import describe
 from tieredckpt.blobs.posix.paths import KEY_PART, Folders
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 
-__all__ = ["SharedFolders"]
+__all__ = ["CoherentFolders", "SharedFolders"]
 
 T = TypeVar("T")
 
 
+class CoherentFolders(Folders):
+    """`Folders` of a network file system whose nodes all see the same names and sizes at any time."""
+
+    __slots__ = ()
+    over_network: ClassVar[bool] = True
+
+
 class SharedFolders(Folders):
-    """`Folders` that other nodes change too."""
+    """`Folders` that other nodes change too, which this one may notice later."""
 
     __slots__ = ()
     over_network: ClassVar[bool] = True

@@ -9,32 +9,50 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CACHES_NAMES", "LUSTRE", "NFS", "SYSTEM", "System", "name_of", "nearest"]
+__all__ = ["COHERENT", "LUSTRE", "NFS", "RAMFS", "SYSTEM", "TMPFS", "System", "is_local", "name_of", "nearest"]
 
 NFS = 0x6969
 LUSTRE = 0x0BD00BD0
-CACHES_NAMES = {NFS, 0x65735546, 0xFF534D42, 0xFE534D42, 0x517B, 0x01021997, 0x5346414F, 0x19830326}
-"""Types of file systems whose clients may believe for a while that a name is missing, or a size the one that it was."""
-
-_NAMES = {
+TMPFS, RAMFS = 0x01021994, 0x858458F6
+_CEPH, _GPFS, _GFS2, _OCFS2 = 0x00C36400, 0x47504653, 0x01161970, 0x7461636F
+COHERENT = {LUSTRE, _CEPH, _GPFS, _GFS2, _OCFS2}
+"""Types of file systems that ask other nodes, and whose clients all see the same names and sizes at any time."""
+_NETWORK = {
     NFS: "NFS",
     LUSTRE: "Lustre",
+    _CEPH: "CephFS",
+    _GPFS: "GPFS",
+    _GFS2: "GFS2",
+    _OCFS2: "OCFS2",
     0x65735546: "FUSE",
     0xFF534D42: "SMB",
     0xFE534D42: "SMB",
     0x517B: "SMB",
     0x01021997: "9P",
     0x5346414F: "AFS",
+    0x6B414653: "AFS",
     0x19830326: "BeeGFS",
-    0x00C36400: "CephFS",
-    0x47504653: "GPFS",
+    0x20030528: "OrangeFS",
+    0xAAD7AAEA: "PanFS",
+}
+_LOCAL = {
     0xEF53: "ext4",
     0x58465342: "XFS",
     0x9123683E: "Btrfs",
     0x2FC12FC1: "ZFS",
-    0x01021994: "tmpfs",
+    0xCA451A4E: "bcachefs",
+    0xF2F52010: "F2FS",
+    0x3153464A: "JFS",
+    0x3434: "NILFS2",
+    0x4D44: "FAT",
+    0x2011BAB0: "exFAT",
+    0x7366746E: "NTFS",
+    TMPFS: "tmpfs",
+    RAMFS: "ramfs",
+    0x958458F6: "hugetlbfs",
     0x794C7630: "overlayfs",
 }
+"""The types of which each is one machine's own. What is not known may be on a network."""
 _SECONDS = 30.0
 
 
@@ -93,7 +111,12 @@ SYSTEM = System()
 
 def name_of(kind: int) -> str:
     """What people call a type of file system."""
-    return _NAMES.get(kind, f"type {kind:#x}")
+    return _NETWORK.get(kind) or _LOCAL.get(kind, f"type {kind:#x}")
+
+
+def is_local(kind: int) -> bool:
+    """Whether a type of file system is one machine's own; true where the platform names none."""
+    return kind == 0 or kind in _LOCAL
 
 
 def nearest(path: Path) -> Path:

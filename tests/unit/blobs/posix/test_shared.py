@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.file_systems import kind_on, system_of
+from support.posix_files import Calls
 
 from tieredckpt.blobs.base import Stretch
 from tieredckpt.blobs.posix.store import PosixStore
@@ -23,6 +24,8 @@ from tieredckpt.testing.backdoor import listed, pattern
 
 LARGE = 3 << 20
 FUSE = 0x65735546
+COHERENT = {"CephFS": 0x00C36400, "GPFS": 0x47504653, "GFS2": 0x01161970, "OCFS2": 0x7461636F}
+UNKNOWN = 0x0BADCAFE
 
 
 @pytest.fixture
@@ -300,6 +303,47 @@ class TestNamesOfTheClient:
         os.utime(root / "old", (time.time() - 1000,) * 2)
         await store.sweep(900)
         assert {path.name for path in root.iterdir()} == {"a user's", "young"}
+
+
+class TestFileSystemsThatAreDetected:
+    @pytest.mark.parametrize("found", [*COHERENT.values(), UNKNOWN], ids=[*COHERENT, "unknown"])
+    async def test_a_read_from_what_may_be_on_a_network_ends_at_once_when_it_is_cancelled(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, found: int
+    ) -> None:
+        kind = kind_on("posix", system_of(found))
+        store = await kind.open(kind.config(name="shared", path=root))
+        await store.put("key", [b"\x01" * LARGE])
+        calls, into = Calls(monkeypatch, "preadv"), memoryview(bytearray(LARGE))
+        calls.go_on.clear()
+        reading = asyncio.ensure_future(store.get_into("key", 0, into))
+        await asyncio.to_thread(calls.entered.wait, 30)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(reading, 30)
+        calls.go_on.set()
+        await store.close()
+
+    async def test_names_of_an_unknown_file_system_are_looked_for_as_on_nfs(self, root: Path, client: Client) -> None:
+        kind = kind_on("posix", system_of(UNKNOWN))
+        store = await kind.open(kind.config(name="shared", path=root))
+        await store.put("a/key", [b"x"])
+        client.says("open", errno.ENOENT, "a/key")
+        assert await store.get("a/key", limit=10) == b"x"
+        assert store.facts() == {"file system": "type 0xbadcafe"}
+        await store.close()
+
+    @pytest.mark.parametrize("found", COHERENT.values(), ids=COHERENT)
+    async def test_names_of_a_file_system_that_all_nodes_see_alike_are_looked_at_once(
+        self, root: Path, client: Client, found: int
+    ) -> None:
+        kind = kind_on("posix", system_of(found, options="rw"))
+        store = await kind.open(kind.config(name="shared", path=root))
+        await store.put("a/key", [b"x"])
+        client.says("open", errno.ENOENT, "a/key")
+        with pytest.raises(NotFound):
+            await store.get("a/key", limit=10)
+        assert " (rw)" in store.facts()["file system"]
+        await store.close()
 
 
 class TestKinds:
