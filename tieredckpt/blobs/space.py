@@ -15,9 +15,9 @@ def reserve(fd: int, nbytes: int) -> None:
     """Reserve room for a file, so that a full device is an error before the first byte is written.
 
     It is fallocate(2) itself, and nothing where the file system lacks it: posix_fallocate(3) would write into
-    every block then, which on NFS doubles the traffic. Raises `OSError`.
+    every block then, which on NFS doubles the traffic. On a local file system `check_room` comes first. Raises
+    `OSError`.
     """
-    check_room(fd, nbytes)
     if nbytes == 0 or not hasattr(_libc, "fallocate"):
         return
     length, start = ctypes.c_int64(nbytes), ctypes.c_int64(0)
@@ -31,6 +31,7 @@ def check_room(fd: int, nbytes: int) -> None:
     """Check that the file system has so much room before asking for it. Raises `OSError`.
 
     Asked for more than there is, ext4 and tmpfs take all there is before they fail, and others meet a full device.
+    Not for files over a network: what a server or a fileset tells may be a quota's soft limit, which refuses nothing.
     """
     free = free_bytes(os.fstatvfs(fd))
     if free is not None and nbytes > free:

@@ -29,7 +29,7 @@ from tieredckpt.blobs.posix.files import probe
 from tieredckpt.blobs.posix.paths import Folders, Scanned
 from tieredckpt.blobs.posix.target import Target
 from tieredckpt.blobs.posix.threads import Threads
-from tieredckpt.blobs.space import free_bytes, reserve
+from tieredckpt.blobs.space import check_room, free_bytes, reserve
 from tieredckpt.concurrency import together
 from tieredckpt.errors import Closed, Corrupt, Invalid, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
@@ -345,6 +345,8 @@ class PosixStore:
             temporary, fd = folders.create(path, flags)
             try:
                 try:
+                    if not folders.over_network:
+                        check_room(fd, nbytes)
                     reserve(fd, nbytes)
                     transfer.write(fd, transfer.as_arrays(parts), stop, direct=direct, block=folders.block)
                     if self._fsync:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from support.posix_files import Calls
 
 from tieredckpt.blobs.base import Stretch
 from tieredckpt.blobs.posix.store import PosixStore
-from tieredckpt.blobs.posix.system import NFS
-from tieredckpt.errors import Closed, NotFound, TierUnavailable
+from tieredckpt.blobs.posix.system import LUSTRE, NFS
+from tieredckpt.errors import Closed, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format.digest import digest
 from tieredckpt.testing.backdoor import listed, pattern
 
@@ -343,6 +344,33 @@ class TestFileSystemsThatAreDetected:
         with pytest.raises(NotFound):
             await store.get("a/key", limit=10)
         assert " (rw)" in store.facts()["file system"]
+        await store.close()
+
+
+class TestRoom:
+    """A server, or the fileset of a folder, may tell a quota's soft limit as its size."""
+
+    @pytest.mark.parametrize("found", [NFS, LUSTRE, COHERENT["GPFS"]], ids=["NFS", "Lustre", "GPFS"])
+    async def test_a_soft_limit_of_a_server_refuses_no_put(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, found: int
+    ) -> None:
+        kind = kind_on("posix", system_of(found))
+        store = await kind.open(kind.config(name="shared", path=root))
+        monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_blocks=1 << 20, f_bavail=0, f_frsize=1))
+        await store.put("key", [bytes(LARGE)])
+        assert await listed(store) == {"key": LARGE}
+        await store.close()
+
+    async def test_a_local_disk_without_room_is_full_before_it_is_filled(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kind = kind_on("posix", system_of(0xEF53))
+        store = await kind.open(kind.config(name="disk", path=root))
+        monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_blocks=1 << 20, f_bavail=0, f_frsize=1))
+        monkeypatch.setattr(os, "pwritev", None)
+        with pytest.raises(NoSpace):
+            await store.put("key", [bytes(LARGE)])
+        assert await listed(store) == {}
         await store.close()
 
 

@@ -356,16 +356,16 @@ class TestReserve:
     def test_a_device_without_room_says_so_before_it_is_filled(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.with_room(monkeypatch, 99_999)
         with pytest.raises(OSError, match="space") as raised:
-            space.reserve(fd, 100_000)
+            space.check_room(fd, 100_000)
         assert raised.value.errno == errno.ENOSPC
         assert os.fstat(fd).st_blocks == 0
-        space.reserve(fd, 99_999)
+        space.check_room(fd, 99_999)
 
     def test_a_file_system_that_does_not_tell_its_room_is_not_full(
         self, fd: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.with_room(monkeypatch, 0, blocks=0)
-        space.reserve(fd, 100_000)
+        space.check_room(fd, 100_000)
 
     def test_room_is_taken_before_the_bytes_come(self, fd: int) -> None:
         space.reserve(fd, 0)
