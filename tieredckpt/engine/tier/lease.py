@@ -1,9 +1,10 @@
 """The lease of a tier: a renewed file that names the one process that writes there, and refuses a second one.
 
 On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease. Its age is
-told by the clock of the store where that has one, for the clocks of two machines may differ by hours. A lease is no
-fencing token: a holder that was paused beyond it may finish the put that it had begun. Before the next commit or
-deletion it renews, and if another writer took over meanwhile, it reads anew what the tier holds first.
+told by the clock of the store where that has one, for the clocks of two machines may differ by hours; where the machine
+that writes stamps (Lustre, CephFS, GPFS), by two thirds of ``ttl``. A lease is no fencing token: a holder that was
+paused beyond it may finish the put that it had begun. Before the next commit or deletion it renews, and if another
+writer took over meanwhile, it reads anew what the tier holds first.
 """
 
 from __future__ import annotations
@@ -199,7 +200,9 @@ class Lease:
         return age < self._ttl
 
     async def _age(self, info: BlobInfo) -> float:
-        """Seconds since another lease was written, by the clock of a store that has one."""
+        """Seconds since another lease was written, by the clock of a store that has one; of one that stamps by the
+        clocks of its clients, by those of two hosts.
+        """
         try:
             mine = await self.store.stat(self._key)
         except NotFound:

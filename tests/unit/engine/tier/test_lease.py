@@ -134,6 +134,15 @@ async def test_the_clock_of_another_host_makes_it_neither_dead_nor_immortal(
         assert not lost.exists()
 
 
+async def test_where_the_machine_that_writes_stamps_a_clock_may_be_late_by_almost_two_thirds_of_the_ttl(
+    on_disk: StoreConfig, disk: Path
+) -> None:
+    renewed = time.time() - on_disk.lease_ttl / 3  # the next renewal is due
+    lease(disk, renewed - on_disk.lease_ttl * 0.6)
+    with pytest.raises(Conflict, match="on node17"):
+        await CheckpointStore.open(on_disk)
+
+
 async def test_stale_leases_that_may_not_be_deleted_are_in_nobodys_way(
     on_disk: StoreConfig, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
