@@ -313,6 +313,12 @@ class PosixStore:
 
     async def _write_and_sync(self, path: Path, data: bytes, stop: transfer.Stop, pool: Followed) -> None:
         folders = self._folders
+
+        def publish_unless_stopped(temporary: Path) -> None:
+            # On the thread: the call may have waited for one for so long that the put was given up.
+            transfer.check(stop)
+            folders.publish(temporary, path)
+
         try:
             create = aiofiles.os.wrap(folders.create)
             temporary, fd = await create(path, 0, executor=pool)
@@ -324,10 +330,7 @@ class PosixStore:
                     await aiofiles.os.wrap(os.fsync)(fd, executor=pool)
                 finally:
                     await file.close()
-                if stop.is_set():
-                    raise transfer.Stopped
-                publish = aiofiles.os.wrap(folders.publish)
-                await publish(temporary, path, executor=pool)
+                await aiofiles.os.wrap(publish_unless_stopped)(temporary, executor=pool)
             except BaseException:
                 with contextlib.suppress(OSError):
                     await aiofiles.os.unlink(temporary, executor=pool)
@@ -353,8 +356,7 @@ class PosixStore:
                         os.fsync(fd)
                 finally:
                     os.close(fd)
-                if stop.is_set():
-                    raise transfer.Stopped
+                transfer.check(stop)
                 folders.publish(temporary, path)
             except BaseException:
                 with contextlib.suppress(OSError):

@@ -50,6 +50,41 @@ class TestCancellation:
         await store.put("key", [b"x"])
         assert files(root) == {"key"}
 
+    async def test_a_put_that_is_given_up_while_its_rename_waits_for_a_thread_has_not_happened(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else a commit that counts as failed would appear behind the deletion that undid it."""
+        store = await asyncio.to_thread(PosixStore, root, threads=1)
+        await store.put("key", [b"old"])
+        info, hangs, turns = Folders.info, threading.Semaphore(0), [threading.Event(), threading.Event()]
+        waiting = iter(turns)
+
+        def hang(folders: Folders, path: Path) -> Any:
+            turn = next(waiting)
+            hangs.release()
+            assert turn.wait(30)
+            return info(folders, path)
+
+        monkeypatch.setattr(Folders, "info", hang)
+        calls = Calls(monkeypatch, "fsync")
+        putting = await self.hang(store, calls, store.put("key", [b"late"]))
+        looking = []
+        for before in (calls.go_on, turns[0]):  # the file is closed, and then renamed, behind another call
+            looking.append(asyncio.ensure_future(store.stat("key")))
+            await self.settled(looking[-1])
+            before.set()
+            await asyncio.to_thread(hangs.acquire)
+            await self.settled(putting)
+        putting.cancel()
+        await self.settled(putting)
+        turns[1].set()
+        await asyncio.gather(*looking)
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        assert await store.get("key", limit=10) == b"old"
+        assert files(root) == {"key"}
+        await store.close()
+
     @pytest.fixture
     async def network_store(self, root: Path) -> AsyncIterator[PosixStore]:
         store = await asyncio.to_thread(PosixStore, root, folders=SharedFolders)
