@@ -18,6 +18,9 @@ from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, Tie
 
 __all__ = ["describe", "foreign", "new_temporary", "open_regular", "probe", "sync_folder"]
 
+_CANNOT_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What fsync(2) of a folder gets where there is none, as on AFS, SMB and some of FUSE."""
+
 
 def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
     """The error of this library for an `OSError` met while ``doing`` something (a participle) to ``path``."""
@@ -61,13 +64,18 @@ def open_regular(path: Path, flags: int, *, follow_symlinks: bool) -> int:
     return fd
 
 
-def sync_folder(path: Path) -> None:
-    """Put the names in a folder on stable media."""
+def sync_folder(path: Path) -> bool:
+    """Put the names in a folder on stable media; whether the file system can. Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+        return False
     finally:
         os.close(fd)
+    return True
 
 
 def probe(root: Path, *, tries: bool = True) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import stat
@@ -23,6 +24,8 @@ from tieredckpt.blobs.posix.transfer import BLOCK
 from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
 
 __all__ = ["KEY_PART", "Folders", "Scanned"]
+
+_log = logging.getLogger("tieredckpt")
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp~")
 KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
@@ -85,7 +88,7 @@ class Folders:
                             raise
                         self._complete(path)
                 if self.fsync:
-                    sync_folder(self.root.parent)
+                    self.sync(self.root.parent)
             found = os.stat(self.root)
         except OSError as error:
             raise TierUnavailable(f"{self.root} cannot be used as a tier: {error.strerror}") from error
@@ -99,6 +102,15 @@ class Folders:
     def is_stale(self, error: TieredCkptError) -> bool:
         """Whether a file failed because it is not the one any more that was opened by its name."""
         return False
+
+    def sync(self, folder: Path) -> None:
+        """Put the names in a folder on stable media, where the file system can; one that cannot is told of once.
+
+        Raises `OSError`.
+        """
+        if not sync_folder(folder) and "names" not in self.facts:
+            self.facts["names"] = "this file system cannot sync folders: a power cut may lose new files"
+            _log.warning("%s: %s", self.root, self.facts["names"])
 
     def check_root(self) -> None:
         """`TierUnavailable` unless the root is the folder that was opened: a file system that was unmounted
@@ -217,10 +229,10 @@ class Folders:
 
     def _sync_names(self, folder: Path) -> None:
         """Make the names in ``folder`` durable, and those of its parents that are not known to be."""
-        sync_folder(folder)
+        self.sync(folder)
         for path in self._below_root(folder):
             if path not in self._durable:
-                sync_folder(path.parent)
+                self.sync(path.parent)
                 self._durable.add(path)
 
     def remove(self, path: Path) -> None:
@@ -245,7 +257,7 @@ class Folders:
             folder = empty.parent
         if self.fsync:
             with contextlib.suppress(FileNotFoundError):
-                sync_folder(folder)
+                self.sync(folder)
 
     def _unlink(self, path: Path) -> None:
         """Delete a file. Raises `OSError`, `IsADirectoryError` for a folder."""

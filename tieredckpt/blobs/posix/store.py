@@ -78,6 +78,9 @@ class PosixStore:
     ) -> None:
         self._root = Path(os.path.abspath(root))
         self._folders = folders(self._root, folder_mode, follow_symlinks, fsync, file_mode)
+        if fsync and tries:
+            with contextlib.suppress(OSError):  # which the first put tells
+                self._folders.sync(self._root)
         takes_direct = probe(self._root, tries=tries)
         if direct and not takes_direct:
             raise Invalid(f"the file system of {self._root} refuses direct I/O; leave `direct` unset")

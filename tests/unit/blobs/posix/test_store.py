@@ -183,6 +183,27 @@ class TestDurability:
         assert (store.traits.durable, store.traits.survives) == (False, Survives.PROCESS)
 
     @sizes
+    @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+    async def test_a_file_system_that_cannot_sync_folders_is_used_and_told_of_once(
+        self, root: Path, nbytes: int, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        real = os.fsync
+
+        def only_files(fd: int) -> None:
+            if stat.S_ISDIR(os.fstat(fd).st_mode):
+                raise OSError(number, os.strerror(number))
+            real(fd)
+
+        monkeypatch.setattr(os, "fsync", only_files)
+        root.mkdir()
+        store = await asyncio.to_thread(PosixStore, root)
+        assert "a power cut may lose new files" in store.facts()["names"]
+        await store.put("a/key", [bytes(nbytes)])
+        await store.delete("a/key")
+        await store.close()
+        assert len(caplog.records) == 1
+
+    @sizes
     async def test_a_name_that_was_not_synced_is_an_error(
         self, store: PosixStore, nbytes: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
