@@ -5,6 +5,7 @@ Everything here blocks and belongs on a thread.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -16,7 +17,7 @@ from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
 from tieredckpt.blobs.posix.transfer import O_DIRECT
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 
-__all__ = ["describe", "foreign", "new_temporary", "open_regular", "probe", "sync_folder"]
+__all__ = ["describe", "foreign", "new_temporary", "open_regular", "probe", "sync_folder", "unusable"]
 
 _CANNOT_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """What fsync(2) of a folder gets where there is none, as on AFS, SMB and some of FUSE."""
@@ -40,6 +41,22 @@ def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
             return Invalid(what)
         case _:
             return TierUnavailable(f"{what}; check that the file system is mounted and healthy")
+
+
+def unusable(error: OSError, path: Path) -> TierUnavailable:
+    """The error of this library for a tier whose root ``path`` cannot be used."""
+    match error.errno:
+        case errno.EACCES | errno.EPERM:
+            what = "let this user read, write and enter the folder, and enter those above it"
+        case errno.EROFS:
+            what = "mount the file system writable, or open the store with read_only=True"
+        case errno.ENOTDIR | errno.EEXIST | errno.ELOOP | errno.ENOENT:
+            what = "a file or a symbolic link is there, or in place of a folder above; name another path"
+        case errno.ENAMETOOLONG:
+            what = "name a shorter path"
+        case _:
+            what = "check that the file system is mounted and healthy"
+    return TierUnavailable(f"{path} cannot be used as a tier: {error.strerror or error}; {what}")
 
 
 def new_temporary() -> str:
@@ -94,7 +111,8 @@ def probe(root: Path, *, tries: bool = True) -> bool:
         os.close(fd)
         return _takes_direct(path)
     finally:
-        os.unlink(path)
+        with contextlib.suppress(OSError):  # it is swept then
+            os.unlink(path)
 
 
 def _takes_direct(path: Path) -> bool:

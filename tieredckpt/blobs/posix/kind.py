@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.posix.files import unusable
 from tieredckpt.blobs.posix.system import COHERENT, LUSTRE, NFS, SYSTEM, System, is_local, name_of, nearest
 from tieredckpt.concurrency import left_behind_after
 from tieredckpt.config.kinds import TierKind
@@ -53,12 +54,17 @@ def folder_kind(config: type[C], stated: int | None = None, system: System = SYS
 
 
 def _make(tier: FolderTier, system: System, stated: int | None, *, read_only: bool) -> BlobStore:
+    try:
+        return _made(tier, system, stated, read_only=read_only)
+    except OSError as error:
+        raise TierUnavailable(f"tier {tier.name!r}: {unusable(error, tier.path)}") from error
+
+
+def _made(tier: FolderTier, system: System, stated: int | None, *, read_only: bool) -> BlobStore:
+    """As `_make`. Raises `OSError` too."""
     from tieredckpt.blobs.posix.store import PosixStore
 
-    try:
-        found, is_there = system.type_of(nearest(tier.path)), tier.path.is_dir()
-    except OSError as error:
-        raise TierUnavailable(f"tier {tier.name!r}: {tier.path} cannot be looked at: {error.strerror}") from error
+    found, is_there = system.type_of(nearest(tier.path)), tier.path.is_dir()
     if stated not in (None, found) and found:  # 0: this platform does not say
         raise TierUnavailable(
             f"tier {tier.name!r}: {tier.path} is on {name_of(found)}, not on {name_of(stated or 0)}; is it mounted? "
@@ -80,10 +86,7 @@ def _make(tier: FolderTier, system: System, stated: int | None, *, read_only: bo
         tries=not read_only,
     )
     if of_group and not read_only:
-        try:
-            _check_group(tier)
-        except OSError as error:
-            raise TierUnavailable(f"tier {tier.name!r}: {tier.path} cannot be looked at: {error.strerror}") from error
+        _check_group(tier)
     return store
 
 

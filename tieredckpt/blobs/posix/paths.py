@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tieredckpt.blobs.base import BlobInfo
-from tieredckpt.blobs.posix.files import describe, foreign, new_temporary, open_regular, sync_folder
+from tieredckpt.blobs.posix.files import describe, foreign, new_temporary, open_regular, sync_folder, unusable
 from tieredckpt.blobs.posix.transfer import BLOCK
 from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
 
@@ -91,7 +91,7 @@ class Folders:
                     self.sync(self.root.parent)
             found = os.stat(self.root)
         except OSError as error:
-            raise TierUnavailable(f"{self.root} cannot be used as a tier: {error.strerror}") from error
+            raise unusable(error, self.root) from error
         self._identity = (found.st_dev, found.st_ino)
 
     @property

@@ -76,7 +76,7 @@ async def test_a_root_that_vanishes_while_it_is_opened_is_unavailable(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("tieredckpt.blobs.posix.store.probe", lambda *_, **__: monkeypatch.setattr(Path, "stat", fail))
-    with pytest.raises(TierUnavailable, match="cannot be looked at"):
+    with pytest.raises(TierUnavailable, match="cannot be used"):
         await POSIX.open(PosixTier(name="disk", path=tmp_path, access="group"))
 
 

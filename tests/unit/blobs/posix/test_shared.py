@@ -374,6 +374,44 @@ class TestRoom:
         await store.close()
 
 
+class TestRootsThatCannotBeUsed:
+    CALLS = ("stat", "mkdir", "open", "unlink", "lstat", "scandir")
+
+    @pytest.mark.parametrize("number", [errno.EACCES, errno.ELOOP])
+    @pytest.mark.parametrize("call", CALLS)
+    @pytest.mark.parametrize(("name", "found"), [("posix", 0xEF53), ("nfs", NFS), ("lustre", LUSTRE)])
+    @pytest.mark.parametrize("access", ["private", "group"])
+    async def test_no_foreign_error_leaves_an_opening(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, name: str, found: int, call: str, number: int, access: str
+    ) -> None:
+        kind = kind_on(name, system_of(found))
+        Calls(monkeypatch, call).error = number
+        try:
+            store = await kind.open(kind.config(name="shared", path=root, access=access))
+        except TierUnavailable as error:
+            assert str(root) in str(error)  # noqa: PT017 an opening may do without the call
+            assert isinstance(error.__cause__, OSError)  # noqa: PT017
+        else:
+            await store.close()
+
+    @pytest.mark.parametrize(
+        ("path", "told"),
+        [
+            ("file", "name another path"),
+            ("file/x", "name another path"),
+            ("loop/x", "symbolic link"),
+            ("a" * 300, "shorter"),
+        ],
+    )
+    async def test_it_is_said_what_to_do(self, tmp_path: Path, path: str, told: str) -> None:
+        (tmp_path / "file").write_bytes(b"")
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        kind = kind_on("posix", system_of(0xEF53))
+        with pytest.raises(TierUnavailable, match=told) as raised:
+            await kind.open(kind.config(name="disk", path=tmp_path / path))
+        assert str(tmp_path / path) in str(raised.value)
+
+
 class TestKinds:
     @pytest.mark.parametrize("read_only", [False, True])
     async def test_a_folder_elsewhere_is_not_touched(self, tmp_path: Path, read_only: bool) -> None:
