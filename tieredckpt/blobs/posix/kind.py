@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.posix.files import unusable
-from tieredckpt.blobs.posix.system import COHERENT, LUSTRE, NFS, SYSTEM, System, is_local, name_of, nearest
+from tieredckpt.blobs.posix.system import (
+    COHERENT,
+    LUSTRE,
+    NFS,
+    RAMFS,
+    SYSTEM,
+    TMPFS,
+    System,
+    is_local,
+    name_of,
+    nearest,
+)
 from tieredckpt.concurrency import left_behind_after
 from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.shared_tiers import LustreTier, NfsTier, Striping
@@ -122,7 +133,11 @@ def _folders(tier: FolderTier, system: System, found: int, *, writes: bool) -> C
 
 
 def _facts(tier: FolderTier, system: System, found: int) -> dict[str, str]:
-    """What a person should know of where the tier is; a mount that loses writes is told at once."""
+    """What a person should know of where the tier is; a mount that loses writes, or all, is told at once."""
+    if found in (TMPFS, RAMFS):
+        told = f"{name_of(found)}: a reboot loses what is here, whatever `survives` says; name a folder on a disk"
+        _log.warning("tier %r: %s is on %s", tier.name, tier.path, told)
+        return {"file system": told}
     if is_local(found):
         return {}
     try:

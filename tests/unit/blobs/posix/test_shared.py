@@ -18,7 +18,7 @@ from support.posix_files import Calls
 
 from tieredckpt.blobs.base import Stretch
 from tieredckpt.blobs.posix.store import PosixStore
-from tieredckpt.blobs.posix.system import LUSTRE, NFS
+from tieredckpt.blobs.posix.system import LUSTRE, NFS, RAMFS, TMPFS
 from tieredckpt.errors import Closed, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format.digest import digest
 from tieredckpt.testing.backdoor import listed, pattern
@@ -444,6 +444,16 @@ class TestKinds:
         store = await kind.open(kind.config(name="shared", path=tmp_path))
         assert f"mounted `{soft}`" in caplog.text
         assert "mount it `hard`" in store.facts()["file system"]
+        await store.close()
+
+    @pytest.mark.parametrize(("found", "name"), [(TMPFS, "tmpfs"), (RAMFS, "ramfs")])
+    async def test_a_folder_in_memory_is_warned_of(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, found: int, name: str
+    ) -> None:
+        kind = kind_on("posix", system_of(found))
+        store = await kind.open(kind.config(name="disk", path=tmp_path))
+        assert f"{tmp_path} is on {name}: a reboot loses what is here" in caplog.text
+        assert "a reboot loses" in store.facts()["file system"]
         await store.close()
 
     async def test_a_local_folder_is_looked_at_once(self, tmp_path: Path, client: Client) -> None:
