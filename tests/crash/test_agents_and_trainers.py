@@ -26,6 +26,7 @@ from support.scenes import SOON, Heard, assert_same, config, crash, files_under,
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.config import to_toml
+from tieredckpt.engine.agent import process as agent_process
 from tieredckpt.engine.agent.process import claim, lives
 from tieredckpt.engine.agent.wire import SOCKET
 from tieredckpt.engine.restoring.source import StepSource
@@ -216,6 +217,28 @@ async def test_an_agent_that_cannot_be_had_is_told_and_holds_up_no_save(
         await heard.first(TierRecovered)
         await store.flush()
         assert await store.where(11) == ("ram", "disk")
+
+
+async def test_a_worker_that_is_forked_while_an_agent_starts_does_not_keep_it_from_its_work(
+    shared_memory: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forked(subprocess.Popen[bytes]):
+        """What a worker has that was forked after the pipe was made, and lives on: the agent hears of no end."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            assert self.stdin is not None
+            inherited.append(os.dup(self.stdin.fileno()))
+
+    inherited: list[int] = []
+    monkeypatch.setattr(agent_process.subprocess, "Popen", Forked)
+    try:
+        async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
+            assert inherited
+            await (await store.save(1, tree(1))).reached("disk")
+    finally:
+        for fd in inherited:
+            os.close(fd)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def main() -> int:
     logging.Formatter.converter = time.gmtime
     logging.basicConfig(format="%(asctime)sZ %(process)d %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
     _log.setLevel(logging.INFO)
-    handed = json.load(sys.stdin)
+    handed = json.loads(sys.stdin.readline())  # not to the end, which a fork of the trainer may hold back
     offer(handed["config"].get("policies", ()))  # what the trainer's own file names
     config, ram = load(handed["config"]), Path(handed["ram"])
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -63,7 +63,8 @@ class AgentProcess:
         threading.Thread(target=self._reap, name="tieredckpt agent", daemon=True).start()
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._popen.stdin as handed:
-            handed.write(json.dumps({"config": dump_with_secrets(config), "ram": str(folder)}).encode())
+            line = json.dumps({"config": dump_with_secrets(config), "ram": str(folder)})
+            handed.write(f"{line}\n".encode())
 
     @property
     def number(self) -> int:
