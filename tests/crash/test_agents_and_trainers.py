@@ -27,9 +27,12 @@ from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.config import to_toml
 from tieredckpt.engine.agent import process as agent_process
+from tieredckpt.engine.agent.client import AgentClient
+from tieredckpt.engine.agent.messages import FromAgent, Response
 from tieredckpt.engine.agent.process import claim, lives
-from tieredckpt.engine.agent.wire import SOCKET
-from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.agent.wire import SOCKET, Wire
+from tieredckpt.engine.mode.beside_agent import BesideAgent
+from tieredckpt.engine.restoring.source import StepSource, pinned
 from tieredckpt.errors import Conflict, Invalid, NoSpace, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.preempt import EXIT_STATUS, preemption
@@ -343,6 +346,50 @@ async def test_a_step_that_the_trainer_reads_stays_on_the_agents_tier(
         await (await store.save(3, tree(3))).reached("disk")
         await store.flush()
         assert "disk" not in await store.where(1)
+
+
+async def test_a_read_that_is_cancelled_before_the_agent_has_answered_keeps_no_step_on_its_tier(
+    shared_memory: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear, answers = AgentClient._apply, list[Response]()
+    came = asyncio.Event()
+
+    def answers_come_late(self: AgentClient, message: FromAgent, wire: Wire) -> None:
+        if reads and isinstance(message, Response) and message.number in self._asked:
+            answers.append(message)
+            came.set()
+        else:
+            hear(self, message, wire)
+
+    reads = False
+    monkeypatch.setattr(AgentClient, "_apply", answers_come_late)
+    async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        await (await store.save(2, tree(2))).reached("disk")
+        await store.flush()
+
+        async def read_and_be_cancelled() -> None:
+            nonlocal reads
+            reads = True
+            reading = asyncio.create_task(read())
+            async with asyncio.timeout(SOON):
+                await came.wait()  # the agent keeps the step now
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            reads = False
+            mode = store._life.engine.mode
+            assert isinstance(mode, BesideAgent)
+            assert mode.link._wire is not None
+            hear(mode.link, answers.pop(), mode.link._wire)
+
+        async def read() -> None:
+            async with pinned(tier_of(store, "disk"), store._life.engine.state.find(1)):
+                raise AssertionError("it is cancelled before")
+
+        await store._life.loop.call(read_and_be_cancelled())
+        await store.evict(1, "disk")
+        assert await store.where(1) == ("ram",)
 
 
 async def test_an_agent_with_another_configuration_makes_room_for_one_that_has_the_trainers(

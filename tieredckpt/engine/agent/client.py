@@ -367,11 +367,16 @@ class AgentClient:
         if wire is None:
             yield
             return
-        with suppress(TierUnavailable):
-            await self.ask(messages.Pin(step, tier.name), again=False)
-        try:
-            yield
-        finally:
-            if wire is self._wire:
+        pinning = asyncio.ensure_future(self.ask(messages.Pin(step, tier.name), again=False))
+
+        def unpin(pinned: asyncio.Future[None]) -> None:
+            if not pinned.cancelled() and pinned.exception() is None and wire is self._wire:
                 self._number += 1
                 wire.send(messages.Request(self._number, messages.Unpin(step, tier.name)))
+
+        try:
+            with suppress(TierUnavailable):
+                await asyncio.shield(pinning)
+            yield
+        finally:
+            pinning.add_done_callback(unpin)  # also where a cancelled reader has not waited for the answer
