@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tieredckpt._arguments import checked_patterns, checked_step
 from tieredckpt.checkpoint import Checkpoint, Restored
-from tieredckpt.devices.drivers import current_streams
+from tieredckpt.devices.current import Current, current
 
 if TYPE_CHECKING:  # what a store needs is imported when one is opened
     import os
@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # what a store needs is imported when one is opened
 
     from tieredckpt._life import StoreLife
     from tieredckpt.config import StoreConfig
-    from tieredckpt.devices.base import Device, Stream
     from tieredckpt.engine.exporting.exporter import ExportInfo
     from tieredckpt.engine.inventory import StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
@@ -178,13 +177,13 @@ class CheckpointStore:
             Conflict: the step was saved before on this branch.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
-        return await self._save(current_streams(), step, tree, metrics, capture, overwrite, replicated)
+        return await self._save(current(), step, tree, metrics, capture, overwrite, replicated)
 
-    async def _save(self, streams: Mapping[Device, Stream], step: int, *call: Any) -> Checkpoint:
-        """Save as `save`; ``streams`` are those of the trainer's thread, which this may not run on."""
+    async def _save(self, caller: Current, step: int, *call: Any) -> Checkpoint:
+        """Save as `save` for the ``caller``, on whose thread this may not run."""
         step = checked_step(step)
         loop, engine = self._life.loop, self._life.open_engine
-        return Checkpoint(step, engine, loop, *await engine.captures.save(loop, streams, step, *call))
+        return Checkpoint(step, engine, loop, *await engine.captures.save(loop, caller.streams, step, *call))
 
     async def prepare(self, tree: Any) -> None:
         """Take memory for saves of trees like ``tree`` behind the training, so that the first save waits for none.
@@ -192,7 +191,8 @@ class CheckpointStore:
         For a training that does not begin with a restore. The tree is as for `save` or the ``like`` of `restore`;
         nothing of it is read or kept. Raises `Invalid`, naming a leaf that cannot be stored.
         """
-        await self._life.call(lambda engine: engine.prepare(tree))
+        mesh = current().mesh
+        await self._life.call(lambda engine: engine.prepare(tree, mesh))
 
     async def flush(self) -> None:
         """Wait until every tier holds what is due, and what is due is exported. Raises the error of one that fails."""
@@ -251,15 +251,15 @@ class CheckpointStore:
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
-        return await self._restore(current_streams(), step, keys, like, into, as_, cast, copy, resume, lossy)
+        return await self._restore(current(), step, keys, like, into, as_, cast, copy, resume, lossy)
 
-    async def _restore(self, streams: Mapping[Device, Stream], step: Any, keys: Any, *how: Any) -> Restored | None:
-        """Restore as `restore`; ``streams`` are those of the trainer's thread, which this may not run on."""
+    async def _restore(self, caller: Current, step: Any, keys: Any, *how: Any) -> Restored | None:
+        """Restore as `restore` for the ``caller``, on whose thread this may not run."""
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
         loop, engine = self._life.loop, self._life.open_engine
         await engine.captures.confirmed()  # it may change what is being copied
-        return await loop.call(engine.restorer.restore(loop, streams, step, keys, *how))
+        return await loop.call(engine.restorer.restore(loop, caller, step, keys, *how))
 
     # -- what there is ------------------------------------------------------------------------------------
 

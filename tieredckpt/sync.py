@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tieredckpt.checkpoint import SyncCheckpoint, SyncRestored
-from tieredckpt.devices.drivers import current_streams
+from tieredckpt.devices.current import current
 from tieredckpt.errors import Closed
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ class SyncStore:
             Conflict: the step was saved before on this branch.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
-        store, streams = self._store, current_streams()
-        saved = self._run(store._save(streams, step, tree, metrics, capture, overwrite, replicated))
+        store, caller = self._store, current()
+        saved = self._run(store._save(caller, step, tree, metrics, capture, overwrite, replicated))
         return SyncCheckpoint(saved, self._life.loop)
 
     def prepare(self, tree: Any) -> None:
@@ -145,7 +145,8 @@ class SyncStore:
         For a training that does not begin with a restore. The tree is as for `save` or the ``like`` of `restore`;
         nothing of it is read or kept. Raises `Invalid`, naming a leaf that cannot be stored.
         """
-        self._run(self._store.prepare(tree))
+        mesh = current().mesh
+        self._run(self._life.call(lambda engine: engine.prepare(tree, mesh)))
 
     def flush(self) -> None:
         """Wait until every tier holds what is due, and what is due is exported. Raises the error of one that fails."""
@@ -204,8 +205,8 @@ class SyncStore:
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
-        store, streams = self._store, current_streams()
-        found = self._run(store._restore(streams, step, keys, like, into, as_, cast, copy, resume, lossy))
+        store, caller = self._store, current()
+        found = self._run(store._restore(caller, step, keys, like, into, as_, cast, copy, resume, lossy))
         if found is None:
             return None
         loop = self._life.loop if found.views else None

@@ -228,10 +228,13 @@ class Engine:
             self.prepare_memory(self._snapshot)
             await self.mode.reopened()
 
-    async def prepare(self, tree: Any) -> None:
-        """Take memory for saves of trees like ``tree``, behind everything else. Raises `Invalid` as flattening does."""
+    async def prepare(self, tree: Any, mesh: Any = None) -> None:
+        """Take memory for saves of trees like ``tree``, behind everything else; ``mesh`` as for `match`.
+
+        Raises `Invalid` as flattening does.
+        """
         self.state.check_writable("take memory")
-        leaves = (await in_thread(skeleton, tree, as_template)).leaves
+        leaves = (await in_thread(skeleton, tree, partial(as_template, mesh=mesh))).leaves
         whole = choose(self._config.replicated, [leaf.key for leaf in leaves if leaf.place is None])
         alike = {key for _, keys in whole for key in keys}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from tieredckpt._batches import batches
-from tieredckpt.devices.drivers import current_streams
+from tieredckpt.devices.current import current
 from tieredckpt.engine.exporting.content import Arrays, StepContent
 from tieredckpt.engine.inventory import ArrayInfo, StepDetails
 from tieredckpt.engine.restoring.lookup import copies
@@ -55,7 +55,7 @@ class StepCopy:
         """See `SyncStore.restore`. The training goes on from where it would have: nothing is resumed."""
         how = (None, None, as_, False, True, False, self.lossy or False)
         with self._reading():
-            found = self.store._run(self.store._store._restore(current_streams(), self.step, keys, *how))
+            found = self.store._run(self.store._store._restore(current(), self.step, keys, *how))
         assert found is not None
         return found
 

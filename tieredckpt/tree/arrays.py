@@ -86,11 +86,11 @@ def as_array_leaf(key: str, value: object) -> ArrayLeaf | Pieces | None:
             return _numpy_leaf(key, value, family)
 
 
-def as_template(key: str, value: object) -> ArrayLeaf | Pieces | None:
+def as_template(key: str, value: object, mesh: Any = None) -> ArrayLeaf | Pieces | None:
     """``value`` as an example of an array to restore, or of pieces of one, or None when it is no array.
 
     As `as_array_leaf`, but the data may be absent: torch meta tensors, `jax.ShapeDtypeStruct`, and jax arrays
-    that were donated or deleted are examples too.
+    that were donated or deleted are examples too. A sharding of an abstract mesh takes the devices of ``mesh``.
     """
     match _family(value):
         case "shards":
@@ -102,7 +102,7 @@ def as_template(key: str, value: object) -> ArrayLeaf | Pieces | None:
         case "jax":
             from tieredckpt.tree import jax_leaves
 
-            return jax_leaves.as_template(key, value)
+            return jax_leaves.as_template(key, value, mesh)
         case family:
             return _numpy_leaf(key, value, family)
 

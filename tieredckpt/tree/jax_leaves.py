@@ -58,14 +58,40 @@ def _array_leaf(key: str, array: Any) -> ArrayLeaf:
     return ArrayLeaf(key, data, "jax-key", data.shape, _dtype(key, data), True, _prng(key, array))
 
 
-def as_template(key: str, value: object) -> ArrayLeaf | Pieces:
-    """The jax array or `jax.ShapeDtypeStruct` ``value`` as an example; its data is not looked at."""
-    like = value if isinstance(value, jax.ShapeDtypeStruct) else _concrete(key, value)
+def as_template(key: str, value: object, mesh: Any = None) -> ArrayLeaf | Pieces:
+    """The jax array or `jax.ShapeDtypeStruct` ``value`` as an example; its data is not looked at.
+
+    Raises `Invalid` for a sharding that its shape cannot have, or of an abstract mesh that is not that of ``mesh``.
+    """
+    like = _placed(key, value, mesh) if isinstance(value, jax.ShapeDtypeStruct) else _concrete(key, value)
     if like.sharding is not None and not like.sharding.is_fully_addressable:
         from tieredckpt.tree import jax_shards
 
         return jax_shards.templates(key, like, _template)
     return _template(key, like)
+
+
+def _placed(key: str, like: jax.ShapeDtypeStruct, mesh: Any) -> jax.ShapeDtypeStruct:
+    """``like``, on the devices of ``mesh`` if its own mesh is abstract, as `jax.eval_shape` has it."""
+    sharding: Any = like.sharding
+    if sharding is None:
+        return like
+    try:
+        sharding.shard_shape(like.shape)
+    except ValueError as error:
+        raise Invalid(f"leaf {key!r}: `like` has a sharding that its shape cannot have: {error}") from error
+    wanted = getattr(sharding, "mesh", None)
+    if wanted is None or isinstance(wanted, jax.sharding.Mesh):
+        return like
+    axes = dict(wanted.shape)
+    if mesh is None or dict(mesh.shape) != axes:
+        there = "no mesh is set" if mesh is None else f"the mesh that is set has {dict(mesh.shape)}"
+        raise Invalid(
+            f"leaf {key!r}: its sharding in `like` is of an abstract mesh {axes}, which has no devices, and {there}; "
+            f"restore inside of `with jax.set_mesh(mesh):`, or give a NamedSharding of a concrete mesh"
+        )
+    placed = jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return like.update(sharding=placed)
 
 
 def _template(key: str, like: Any) -> ArrayLeaf:
@@ -153,10 +179,11 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> jax.Array:
     assert isinstance(like, jax.Array | jax.ShapeDtypeStruct)
     # On a CPU, jax may use the memory itself, and may write to it once the array is donated.
     data = array if array.flags.writeable else array.copy()
+    where = like.sharding if getattr(like, "committed", True) else None
     if template.kind == "jax-key":
         keys = jax.random.wrap_key_data(jax.numpy.asarray(data), impl=template.prng)
-        return jax.device_put(keys, like.sharding)
-    result = jax.device_put(data, like.sharding if getattr(like, "committed", True) else None)
+        return jax.device_put(keys, where)
+    result = jax.device_put(data, where)
     if result.dtype != template.dtype:
         raise Invalid(f"leaf {template.array!r}: jax would make {result.dtype} of {template.dtype}; set jax_enable_x64")
     return _as_weak(like, result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -162,6 +163,7 @@ def match(
     fills: bool = False,
     keys: Sequence[str] | None = None,
     whole: Node | None = None,
+    mesh: Any = None,
 ) -> Match:
     """``structure`` as fitting ``like``, or one `Invalid` that lists every difference.
 
@@ -180,8 +182,9 @@ def match(
         fills: the arrays of ``like`` are filled in place, so that they must have the stored dtypes.
         keys: what of the step is wanted; leaves of ``like`` that they do not choose come back as they are.
         whole: the structure that ``keys`` select from.
+        mesh: of jax, with devices: what arrays of ``like`` whose sharding has an abstract mesh are restored onto.
     """
-    wanted = skeleton(like, as_template, _as_object)
+    wanted = skeleton(like, partial(as_template, mesh=mesh), _as_object)
     wanted_structure = wanted.structure
     stored = dict(walk(structure))
     if not wanted.objects and wanted_structure == structure:

@@ -93,11 +93,39 @@ def test_placement_is_that_of_like() -> None:
         "abstract": jax.ShapeDtypeStruct((2,), np.float32, sharding=sharding),
         "anywhere": jax.ShapeDtypeStruct((2,), np.float32),
     }
-    got = restore(dict.fromkeys(like, jnp.ones(2)), like)
-    committed = {name: array.committed for name, array in got.items()}
-    assert committed == {"committed": True, "free": False, "abstract": True, "anywhere": False}
-    assert got["committed"].sharding == got["abstract"].sharding == sharding
-    assert all(array.tolist() == [1, 1] for array in got.values())
+    keys = {
+        "committed": jax.device_put(jax.random.key(0), sharding),
+        "free": jax.random.key(0),
+        "abstract": jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=sharding),
+        "anywhere": jax.eval_shape(lambda: jax.random.key(0)),
+    }
+    for saved, likes in ((jnp.ones(2), like), (jax.random.key(7), keys)):
+        got = restore(dict.fromkeys(likes, saved), likes)
+        committed = {name: array.committed for name, array in got.items()}
+        assert committed == {"committed": True, "free": False, "abstract": True, "anywhere": False}
+        assert got["committed"].sharding == got["abstract"].sharding == sharding
+        assert all((array == saved).all() for array in got.values())
+
+
+def test_a_sharding_that_its_shape_cannot_have_is_refused_by_key() -> None:
+    """Where it is asked for, and not once all has been read."""
+    program = """
+import jax, numpy as np
+from tieredckpt.errors import Invalid
+from tieredckpt.tree import flatten, match
+P = jax.sharding.PartitionSpec
+for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    like = {"w": jax.ShapeDtypeStruct((6,), np.float32, sharding=jax.sharding.NamedSharding(mesh, P("x")))}
+    try:
+        match(like, flatten({"w": np.ones(6, np.float32)}).structure)
+    except Invalid as error:
+        assert "'w'" in str(error) and "6" in str(error), error
+    else:
+        raise AssertionError("it was taken")
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 def test_read_only_memory_is_not_handed_to_jax() -> None:

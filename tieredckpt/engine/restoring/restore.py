@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.devices.base import Device, Driver, Stream
+from tieredckpt.devices.current import Current
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.lookup import Wanted, copies
@@ -63,8 +64,7 @@ class _Shape:
     into: Any
     as_: MadeAs | Literal["specs"]
     cast: bool
-    streams: Mapping[Device, Stream]
-    """Streams on which the trainer works."""
+    caller: Current
     copy: bool
 
 
@@ -113,11 +113,11 @@ class Restorer:
         state: State,
         together: Together,
         repair: Repair,
-        prepare: Callable[[Any], Awaitable[None]],
+        prepare: Callable[[Any, Any], Awaitable[None]],
         expect: Callable[[int], None],
         flattener: Flattener,
     ) -> None:
-        """``prepare`` takes memory for saves of trees like one, ``expect`` for saves of so many bytes.
+        """``prepare`` takes memory for saves of trees like one on a mesh, ``expect`` for saves of so many bytes.
 
         ``flattener`` is that of the saves: a training saves the tree that it has restored into.
         """
@@ -127,7 +127,7 @@ class Restorer:
     async def restore(
         self,
         loop: EngineLoop,
-        streams: Mapping[Device, Stream],
+        caller: Current,
         step: int | None,
         keys: Sequence[str] | None,
         like: Any,
@@ -140,8 +140,7 @@ class Restorer:
     ) -> Restored | None:
         """See `CheckpointStore.restore`.
 
-        ``loop``, the engine's, verifies views later; ``streams`` are those on which the trainer works; ``lossy`` may be
-        the name of a tier whose lossy copy is to be taken.
+        ``loop``, the engine's, verifies views later; ``lossy`` may be the name of a tier whose lossy copy is taken.
         """
         if like is not None and into is not None:
             raise Invalid("give `like` or `into`, not both: `into` says already what the tree looks like")
@@ -161,12 +160,12 @@ class Restorer:
             like, into, as_ = None, None, "saved"
         self._state.fills += into is not None
         wanted = Wanted(step, keys is None, resume)
-        shape = _Shape(keys, like, into, as_ or "numpy", cast, streams, copy)
+        shape = _Shape(keys, like, into, as_ or "numpy", cast, caller, copy)
         found = await self._together.restoring(partial(self._restore, loop, wanted, shape, lossy=lossy))
         if found is None:
             if (first := like if into is None else into) is not None and not self._state.read_only:
                 with suppress(Invalid):  # which the first save says
-                    await self._prepare(first)
+                    await self._prepare(first, caller.mesh)
             return None
         restored, chosen, record = found
         if wanted.to_train_on and not self._state.read_only:  # now that of several ranks all have restored it
@@ -330,10 +329,11 @@ def _fit(
     structure: Node, shape: _Shape, part: bool, flattener: Flattener
 ) -> tuple[Node, _Fitted, dict[str, Form], _Fillable | None]:
     """The part of the structure that is wanted, how it fits the caller's tree, and the arrays to make or to fill."""
+    streams, mesh = shape.caller
     if shape.into is not None and shape.keys is None:
         refill = flattener.refill(shape.into, structure)
         if refill is not None:
-            return structure, refill, {}, _Fillable(_given(refill.leaves, shape.streams), {}, shape.streams)
+            return structure, refill, {}, _Fillable(_given(refill.leaves, streams), {}, streams)
     wanted = structure if shape.keys is None else select(structure, shape.keys)
     template = shape.like if shape.into is None else shape.into
     if template is None:
@@ -342,18 +342,19 @@ def _fit(
             load_kinds(nodes, shape.as_)
         return wanted, None, {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in nodes}, None
     fills = shape.into is not None
-    fitted = match(template, wanted, part=part, casts=shape.cast, fills=fills, keys=shape.keys, whole=structure)
+    may = {"part": part, "casts": shape.cast, "fills": fills}
+    fitted = match(template, wanted, **may, keys=shape.keys, whole=structure, mesh=mesh)
     load_kinds(fitted.as_saved, "saved")
     as_stored = (*fitted.as_saved, *fitted.scalars)
     forms = {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in as_stored}
     if shape.into is not None:
-        return wanted, fitted, forms, _Fillable(_given(fitted.leaves, shape.streams), {}, shape.streams)
+        return wanted, fitted, forms, _Fillable(_given(fitted.leaves, streams), {}, streams)
     leaves = {leaf.key: leaf for leaf in fitted.leaves}
     # Pieces of one tensor are put together on the host, and other dtypes are cast there.
     whole_leaves = {key: leaf for key, leaf in leaves.items() if leaf.part is None and device_view(leaf) is not None}
     new = {key: whole_leaves[key] for key in whole_leaves.keys() - fitted.cast} if shape.copy else {}
     forms |= {key: Form(leaf.shape, leaf.dtype) for key, leaf in leaves.items() if key not in new}
-    return wanted, fitted, forms, _Fillable({}, new, shape.streams)
+    return wanted, fitted, forms, _Fillable({}, new, streams)
 
 
 def _given(leaves: Sequence[ArrayLeaf], streams: Mapping[Device, Stream]) -> dict[str, Filled]:
