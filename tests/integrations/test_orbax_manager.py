@@ -460,6 +460,36 @@ def test_a_step_whose_metric_is_no_number_is_not_the_best(mode: str, best: int, 
         assert manager.best_step() == best
 
 
+def test_metrics_that_are_no_numbers_are_kept_for_best_fn_and_stop_no_save(store: SyncStore) -> None:
+    """Orbax takes any JSON, and stores it if there is a ``best_fn``."""
+    state = {"w": jnp.ones(3)}
+    given = [
+        {"loss": 2.0, "commit": "abc"},
+        {"eval": {"loss": 1.0}, "names": ["a", None], "skipped": None},
+        {"loss": 3.0},
+    ]
+
+    def of(metrics: Any) -> float:
+        return float(metrics["eval"]["loss"] if "eval" in metrics else metrics["loss"])
+
+    with CheckpointManager(store, options=Options(best_fn=of, best_mode="min")) as manager:
+        for step, metrics in enumerate(given):
+            assert manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics, custom_metadata={"by": "me"})
+        assert [manager.metrics(step) for step in range(3)] == given
+        assert manager.metadata(1).metrics == given[1]
+        assert manager.metadata(1).custom_metadata == {"by": "me"}
+        assert manager.best_step() == 1
+        same(manager.restore(1, args=ocp.args.StandardRestore(state)), state)
+        with pytest.raises(Invalid, match="_METRICS"):
+            manager.save(3, args=ocp.args.Composite(_METRICS=ocp.args.StandardSave(state)))
+    with CheckpointManager(store) as manager:
+        assert manager.save(5, args=ocp.args.StandardSave(state), metrics={"loss": 1.0, "commit": "abc"})
+        assert manager.metrics(5) == {"loss": 1.0}
+    found = store.restore(like=state)
+    assert found is not None
+    same(found.tree, state)
+
+
 def test_a_step_that_its_tier_does_not_want_is_not_in_progress(tmp_path: Path, shared_memory: Path) -> None:
     """A policy that saves when nothing is in progress would never save again."""
     disk = folder(tmp_path / "disk", promote={"kind": "every_n_steps", "n": 100})

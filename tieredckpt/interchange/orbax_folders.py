@@ -16,6 +16,7 @@ __all__ = [
     "DEFAULT",
     "ITEMS",
     "METADATA",
+    "METRICS",
     "STEP_METADATA",
     "custom_of",
     "files_of",
@@ -32,6 +33,8 @@ ITEMS = "_CHECKPOINT_METADATA"
 """The key in the tree of a step of several items: the kind of each, by name."""
 CUSTOM = "_CUSTOM_METADATA"
 """The key in such a tree of what its trainer noted of the step, as JSON."""
+METRICS = "_METRICS"
+"""The key in such a tree of metrics that are no numbers, as JSON."""
 _JSON = "metadata"
 _OURS = ("metrics", "descriptor")
 """Items that Orbax adds by itself."""

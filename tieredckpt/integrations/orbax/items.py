@@ -20,7 +20,7 @@ from orbax.checkpoint import args as orbax_args
 
 from tieredckpt import ArraySpec, Invalid, NotFound, SyncStore
 from tieredckpt.integrations.orbax.targets import leaves_of, restore_into, restore_saved, with_restore_args
-from tieredckpt.interchange.orbax_folders import CUSTOM, DEFAULT, ITEMS
+from tieredckpt.interchange.orbax_folders import CUSTOM, DEFAULT, ITEMS, METRICS
 
 __all__ = ["by_name", "handlers_by_name", "kinds_of", "older_restore", "older_save", "restored", "tree_of"]
 
@@ -32,7 +32,7 @@ def by_name(args: Any) -> dict[str, Any]:
     """The arguments of each item; those of a step without names are of the item `DEFAULT`."""
     if not isinstance(args, orbax_args.Composite):
         return {DEFAULT: args}
-    reserved = {ITEMS, CUSTOM} & set(args)
+    reserved = {ITEMS, CUSTOM, METRICS} & set(args)
     if reserved:
         raise Invalid(f"an item cannot be called {min(reserved)!r}: the store keeps something else there")
     return dict(args.items())
@@ -41,13 +41,16 @@ def by_name(args: Any) -> dict[str, Any]:
 # -- saving -----------------------------------------------------------------------------------------------
 
 
-def tree_of(args: Any, handlers: Mapping[str, Any], custom: Mapping[str, Any] | None) -> Any:
-    """What a store saves for the arguments of a step. Raises `Invalid`, naming an item that cannot be saved."""
+def tree_of(args: Any, handlers: Mapping[str, Any], notes: Mapping[str, Any]) -> Any:
+    """What a store saves for the arguments of a step, and for JSON ``notes`` of it by their keys.
+
+    Raises `Invalid`, naming an item that cannot be saved.
+    """
     items = {name: _saved(name, each, handlers.get(name)) for name, each in by_name(args).items()}
-    if not isinstance(args, orbax_args.Composite) and not custom and items[DEFAULT][0] == "tree":
+    if not isinstance(args, orbax_args.Composite) and not notes and items[DEFAULT][0] == "tree":
         return items[DEFAULT][1]
     kinds = {name: kind for name, (kind, _) in items.items()}
-    more = {CUSTOM: _plain("custom_metadata", custom)} if custom else {}
+    more = {key: _plain(key, note) for key, note in notes.items()}
     return {**{name: value for name, (_, value) in items.items()}, ITEMS: kinds, **more}
 
 

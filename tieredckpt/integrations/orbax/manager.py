@@ -26,13 +26,16 @@ from tieredckpt.integrations.orbax.items import (
     restored,
     tree_of,
 )
-from tieredckpt.integrations.orbax.options import BEST, Known, best_fn, config_for, due_policy
+from tieredckpt.integrations.orbax.options import BEST, MORE, Known, best_fn, config_for, due_policy
 from tieredckpt.integrations.orbax.pending import Pending
-from tieredckpt.interchange.orbax_folders import CUSTOM, DEFAULT
+from tieredckpt.interchange.orbax_folders import CUSTOM, DEFAULT, METRICS
 
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("tieredckpt")
+
+_NO_NUMBER = (str, Mapping, list, tuple, type(None))
+"""What Orbax takes for a metric besides numbers, as JSON."""
 
 
 class CheckpointManager:
@@ -105,7 +108,8 @@ class CheckpointManager:
         if self._best is None:
             return self.latest_step()
         self.reload()
-        values = [(self._value(known.metrics), known.step) for known in self._steps if known.metrics]
+        known = [each for each in self._steps if each.metrics or each.best is not None]
+        values = [(self._value(each.metrics) if each.best is None else each.best, each.step) for each in known]
         found = [(-value if self._lower else value, step) for value, step in values if not math.isnan(value)]
         return max(found)[1] if found else None
 
@@ -117,9 +121,11 @@ class CheckpointManager:
         if self._saved is not None and self._saved.step in found:
             self._saved = None
 
-    def metrics(self, step: int) -> dict[str, float] | None:
-        """What was given to `save` as metrics; None for a step without."""
-        return dict(_known(self._info(step)).metrics or {}) or None
+    def metrics(self, step: int) -> dict[str, Any] | None:
+        """What was given to `save` as metrics, without ``best_fn`` its numbers; None for a step without."""
+        known = _known(self._info(step))
+        others = {} if known.best is None else self._specs(step)[METRICS]
+        return {**(known.metrics or {}), **others} or None
 
     def item_metadata(self, step: int) -> Any:
         """Shape and dtype of each array in its place; by name, where the step has several items."""
@@ -209,9 +215,11 @@ class CheckpointManager:
             return False
         args = older_save(items, save_kwargs, self._handlers) if args is None else args
         handlers = {name: self._handler(name, each) for name, each in by_name(args).items()}
-        tree = tree_of(args, handlers, custom_metadata)
+        numbers, others = self._measured(step, metrics)
+        notes = {CUSTOM: custom_metadata, METRICS: others}
+        tree = tree_of(args, handlers, {key: note for key, note in notes.items() if note})
         try:
-            saved = self.store.save(step, tree, metrics=self._measured(step, metrics))
+            saved = self.store.save(step, tree, metrics=numbers)
         except (NoSpace, TierUnavailable) as error:
             _log.warning("step %s was not saved, training goes on: %s", step, error)
             return False
@@ -226,13 +234,18 @@ class CheckpointManager:
             self.wait_until_finished()
         return True
 
-    def _measured(self, step: int, metrics: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        if self._best is None:
-            return metrics
-        if metrics is None:
+    def _measured(self, step: int, metrics: Any) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
+        """The metrics for the store, which are numbers, and those that are other JSON."""
+        if metrics is None and self._best is not None:
             _log.warning("step %s has no metrics for best_fn: it is kept while it is the newest", step)
-            return None
-        return {**metrics, BEST: self._value(metrics)}
+        if not isinstance(metrics, Mapping):
+            return metrics, {}
+        others = {name: value for name, value in metrics.items() if isinstance(value, _NO_NUMBER)}
+        numbers = {name: value for name, value in metrics.items() if name not in others}
+        if self._best is None:  # without which Orbax stores no metrics
+            return numbers, {}
+        more = {MORE: len(others)} if others else {}
+        return {**numbers, BEST: self._value(metrics), **more}, others
 
     def _value(self, metrics: Any) -> float:
         assert self._best is not None
@@ -358,8 +371,9 @@ class CheckpointManager:
 
 
 def _known(info: StepInfo) -> Known:
-    metrics = {name: value for name, value in info.metrics.items() if name != BEST}
-    return Known(info.step, dt.datetime.fromtimestamp(info.saved_at, tz=dt.UTC), metrics or None)
+    metrics = {name: value for name, value in info.metrics.items() if name not in (BEST, MORE)}
+    best = info.metrics[BEST] if MORE in info.metrics else None
+    return Known(info.step, dt.datetime.fromtimestamp(info.saved_at, tz=dt.UTC), metrics or None, best)
 
 
 def _described(node: Any, path: tuple[str, ...]) -> Any:

@@ -18,12 +18,15 @@ from tieredckpt.config import load
 from tieredckpt.config.tiers import url_scheme
 from tieredckpt.policy.base import Retention, parse
 
-__all__ = ["BEST", "Known", "best_fn", "config_for", "due_policy", "is_place"]
+__all__ = ["BEST", "MORE", "Known", "best_fn", "config_for", "due_policy", "is_place"]
 
 _log = logging.getLogger("tieredckpt")
 
 BEST = "orbax_best"
 """The metric that holds what ``best_fn`` says of a step's metrics: policies are values, and run no function."""
+
+MORE = "orbax_more"
+"""The metric of a step that has metrics which are no numbers: those lie in its tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,9 @@ class Known:
     step: int
     time: dt.datetime
     metrics: Mapping[str, Any] | None
+    """Those that are numbers."""
+    best: float | None = None
+    """What ``best_fn`` said when the step was saved, where it has other metrics besides."""
 
 
 def is_place(directory: Any) -> bool:
