@@ -156,6 +156,61 @@ def test_arrays_take_the_dtype_and_numbers_the_kind_of_their_target(store: SyncS
         assert type(manager.restore(2, args=ocp.args.PyTreeRestore(restore_args=numpy))["w"]) is np.ndarray
 
 
+def test_a_target_of_shapes_alone_gets_arrays_of_numpy_where_those_were_saved(store: SyncStore) -> None:
+    """As of Orbax: whatever their dtype, and without asking for jax_enable_x64."""
+    tree = {"w": jnp.ones(3), "seen": np.arange(3, dtype=np.int64), "one": np.float64(2)}
+    with CheckpointManager(store) as manager:
+        manager.save(1, args=ocp.args.StandardSave(tree))
+        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+        found = manager.restore(1, args=ocp.args.StandardRestore(target))
+        assert {name: type(leaf) for name, leaf in found.items()} == {
+            "w": type(tree["w"]),
+            "seen": np.ndarray,
+            "one": np.ndarray,
+        }
+        same(found, {**tree, "one": np.asarray(tree["one"])})
+
+
+def test_a_target_on_an_abstract_mesh_takes_the_mesh_that_is_set(store: SyncStore) -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    tree = {"w": jax.device_put(jnp.ones(4), sharding), "half": jax.device_put(jnp.ones(4), sharding), "n": 3}
+    target = jax.eval_shape(lambda: {"w": tree["w"] + 1, "half": tree["half"].astype(jnp.bfloat16), "n": 3})
+    number = jax.sharding.NamedSharding(mesh.abstract_mesh, jax.sharding.PartitionSpec())
+    target["n"] = jax.ShapeDtypeStruct((), jnp.float32, sharding=number)
+    with CheckpointManager(store) as manager:
+        manager.save(1, args=ocp.args.StandardSave(tree))
+        with pytest.raises(Invalid, match=r"'half' has the sharding of an abstract mesh \{'x': 1\}.*jax\.set_mesh"):
+            manager.restore(1, args=ocp.args.StandardRestore(target))
+        with jax.set_mesh(mesh):
+            found = manager.restore(1, args=ocp.args.StandardRestore(target))
+    assert {name: array.sharding.mesh for name, array in found.items()} == dict.fromkeys(target, mesh)
+    assert {name: array.dtype for name, array in found.items()} == {name: leaf.dtype for name, leaf in target.items()}
+
+
+def test_arrays_that_come_onto_one_of_several_devices_are_told(
+    store: SyncStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax would give them the shardings that it stored, which a store does not keep."""
+    tree = {"w": jnp.ones(3), "seen": np.ones(3, np.float32), "n": 3}
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), {"w": tree["w"]})
+    with CheckpointManager(store) as manager:
+        manager.save(1, args=ocp.args.StandardSave(tree))
+        for target in ({**tree, **abstract}, None):
+            told: list[list[str]] = []
+            for devices in (1, 8):
+                caplog.clear()
+                monkeypatch.setattr(jax, "device_count", lambda devices=devices: devices)
+                manager.restore(1, args=ocp.args.StandardRestore(target))
+                told.append([record.getMessage() for record in caplog.records if "no sharding" in record.getMessage()])
+            assert told[0] == []
+            assert len(told[1]) == 1
+            assert "step 1: 1 arrays" in told[1][0]
+        caplog.clear()
+        manager.restore(1, args=ocp.args.StandardRestore(tree))
+        assert "no sharding" not in caplog.text
+
+
 def test_what_does_not_fit_is_named(store: SyncStore) -> None:
     with CheckpointManager(store) as manager:
         manager.save(1, args=ocp.args.StandardSave({"w": jnp.ones(3), "b": jnp.ones(2)}))

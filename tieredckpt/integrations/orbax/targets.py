@@ -7,7 +7,8 @@ gets what it is to become in the containers of the step, and the caller's contai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from tieredckpt import AS_SAVED, ArraySpec, Invalid, SyncStore
 __all__ = ["Path", "fill", "leaves_of", "restore_into", "restore_saved", "with_restore_args"]
 
 Path: TypeAlias = tuple[str, ...]
+_log = logging.getLogger("tieredckpt")
 _SHOWN = 10
 _MISSING = object()
 
@@ -53,6 +55,8 @@ def restore_into(store: SyncStore, step: int, stored: Any, at: Path, target: Any
     if missing or extra:
         raise Invalid(f"{where} does not fit its target: " + "; ".join(_differences(missing, extra)))
     named = {path: f"{where}, {'/'.join(path)!r}" for path in wanted}
+    wanted = {path: _settled(named[path], leaf, has.get(path)) for path, leaf in wanted.items()}
+    _tell_of_unplaced(where, (_is_abstract(leaf) and _kind(has[path]) == "jax" for path, leaf in wanted.items()))
     likes = {
         at + path: _like(named[path], has[path], leaf)
         for path, leaf in wanted.items()
@@ -70,6 +74,7 @@ def restore_saved(store: SyncStore, step: int, stored: Any, at: Path) -> Any:
     """What the step has below ``at``, in plain containers, each array of the kind that was saved."""
     below = _below(stored, at)
     leaves = _stored_leaves(below, ())
+    _tell_of_unplaced(f"step {step}", (_kind(leaf) == "jax" for _, leaf in leaves))
     arrays = _read(store, step, stored, {at + path: AS_SAVED for path, leaf in leaves if isinstance(leaf, ArraySpec)})
     return _filled(below, at, arrays)
 
@@ -194,6 +199,43 @@ class _Wanted:
     dtype: np.dtype[Any]
     sharding: Any
     """Of JAX; None for one that is uncommitted on the default device."""
+
+
+def _settled(where: str, target: Any, stored: Any) -> Any:
+    """The target of a leaf with what it leaves open: the devices of its mesh, and whether it is an array of NumPy."""
+    if _is_abstract(target):
+        as_numpy = (_kind(stored) or "").startswith("numpy")
+        return _numpy(tuple(target.shape), np.dtype(target.dtype)) if as_numpy else target
+    sharding: Any = getattr(target, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or isinstance(mesh, jax.sharding.Mesh):
+        return target
+    current = jax.sharding.get_mesh()
+    if dict(current.shape) != dict(mesh.shape):
+        raise Invalid(
+            f"{where} has the sharding of an abstract mesh {dict(mesh.shape)} in the target, which has no devices; "
+            f"restore inside of `with jax.set_mesh(mesh):` of such a mesh, or give a NamedSharding of a concrete one"
+        )
+    return target.update(sharding=jax.sharding.NamedSharding(current, sharding.spec, memory_kind=sharding.memory_kind))
+
+
+def _is_abstract(target: Any) -> bool:
+    """Whether a target says shape and dtype alone."""
+    return isinstance(target, jax.ShapeDtypeStruct) and target.sharding is None and not _is_key(target)
+
+
+def _kind(stored: Any) -> str | None:
+    return stored.kind if isinstance(stored, ArraySpec) else None
+
+
+def _tell_of_unplaced(where: str, unplaced: Iterable[bool]) -> None:
+    """Warn of JAX arrays without a sharding, where Orbax takes that which it stored beside an array."""
+    if (devices := jax.device_count()) > 1 and (count := sum(unplaced)):
+        _log.warning(
+            "%s: %d arrays have no sharding in the target, and come onto one of %d devices: a store does not keep the "
+            "shardings of what it saves; give them in the target, as jax.ShapeDtypeStruct(..., sharding=...)",
+            *(where, count, devices),
+        )
 
 
 def _like(where: str, spec: ArraySpec, target: Any) -> Any:
