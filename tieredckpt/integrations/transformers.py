@@ -11,10 +11,7 @@ meant: by them the Trainer finds, counts and removes its checkpoints.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +26,7 @@ from transformers.trainer_utils import sort_checkpoints
 from tieredckpt import SyncStore
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.integrations._rng import rng_state, set_rng_state
+from tieredckpt.integrations._trainer_folders import folders_of, mean_save, save_meant, store_meant
 from tieredckpt.integrations.torch import TrainingState
 
 __all__ = ["TieredTrainer", "TieredTrainerMixin"]
@@ -36,9 +34,6 @@ __all__ = ["TieredTrainer", "TieredTrainerMixin"]
 T = TypeVar("T")
 
 _log = logging.getLogger("tieredckpt")
-_FILE = "tieredckpt.json"
-"""In a folder of a checkpoint: which step of the store it is."""
-
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -99,17 +94,12 @@ class TieredTrainerMixin(_Base):
         if serial is None:
             return
         if self.args.should_save:
-            folder = run / f"checkpoint-{step}"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "trainer_state.json").unlink(missing_ok=True)  # of an earlier save
-            unfinished = folder / f"{_FILE}.tmp"
-            meant: dict[str, Any] = {"step": step, "serial": serial}
+            folder, store = run / f"checkpoint-{step}", None
             try:
-                meant["store"] = self._store_that_saved(step, serial)
+                store = self._store_that_saved(step, serial)
             except TieredCkptError as error:
                 _log.debug("%s does not say which store it means: %s", folder, error)
-            unfinished.write_text(json.dumps(meant) + "\n")
-            unfinished.replace(folder / _FILE)
+            mean_save(folder, step, serial, store)
         self._saving = True
         try:
             with self._keeping_folders():
@@ -175,7 +165,7 @@ class TieredTrainerMixin(_Base):
         # What is newer than all that the store has may still be committed, or come back with a tier.
         newest = max((serial for _, serial in held), default=0)
         gone = [
-            each for each in folders if sure and (meant := _meant(each)) and meant not in held and meant[1] < newest
+            each for each in folders if sure and (meant := save_meant(each)) and meant not in held and meant[1] < newest
         ]
         kept = [each for each in folders if each not in gone]
         best = self.state.best_model_checkpoint
@@ -183,7 +173,7 @@ class TieredTrainerMixin(_Base):
         limit = self.args.save_total_limit or 0
         too_many = len(kept) - max(limit, len(protected)) if limit > 0 else 0
         for folder in [each for each in kept if each not in protected][: max(too_many, 0)]:
-            meant = _meant(folder)
+            meant = save_meant(folder)
             if meant is not None:
                 if meant not in held:
                     continue
@@ -204,7 +194,7 @@ class TieredTrainerMixin(_Base):
 
     def _is_of_another_store(self: Any, folder: Path) -> bool:
         """Whether a folder says so; serials of different stores are alike."""
-        meant, store, held = _meant(folder), _store_meant(folder), self._held()
+        meant, store, held = save_meant(folder), store_meant(folder), self._held()
         if store is None or not held:
             return False
         step, serial = meant if meant and meant in held else max(held, key=lambda each: each[1])
@@ -253,7 +243,7 @@ class TieredTrainerMixin(_Base):
         train on from nothing, and to delete what comes back later.
         """
         held = self._held()
-        known = [(_meant(folder), step, folder) for step, folder in _steps(Path(self.args.output_dir)).items()]
+        known = [(save_meant(folder), step, folder) for step, folder in folders_of(Path(self.args.output_dir)).items()]
         whole = [each for each in known if (each[2] / "trainer_state.json").exists()]
         for meant, _, folder in sorted(whole, key=lambda each: (each[0][1] if each[0] else 0, each[1]), reverse=True):
             if meant is None or (meant in held and not self._is_of_another_store(folder)):
@@ -311,10 +301,10 @@ class TieredTrainerMixin(_Base):
         """
 
         def look_up() -> int | None:
-            meant = None if folder is None else _meant(folder)
+            meant = None if folder is None else save_meant(folder)
             if folder is not None and self._is_of_another_store(Path(folder)):
                 raise Invalid(
-                    f"{folder} means a step of another store ({_store_meant(folder)}); open that one, or resume from a "
+                    f"{folder} means a step of another store ({store_meant(folder)}); open that one, or resume from a "
                     f"folder of this one"
                 )
             if meant is not None and meant not in self._held():
@@ -367,33 +357,3 @@ def _on_rank_0(decide: Callable[[], T]) -> T:
         raise told[0]
     found: T = told[0]
     return found
-
-
-def _steps(run: Path) -> dict[int, Path]:
-    """The folders of checkpoints, by step."""
-    return {int(found[1]): path for path in _folders(run) if (found := re.fullmatch(r"checkpoint-(\d+)", path.name))}
-
-
-def _folders(run: Path) -> Iterator[Path]:
-    return run.iterdir() if run.is_dir() else iter(())
-
-
-def _store_meant(folder: str | os.PathLike[str]) -> Any:
-    """The identity of the store that a folder means; None for one that does not say it."""
-    return _said(folder).get("store")
-
-
-def _meant(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Step and serial that a folder means; None for one of another Trainer."""
-    try:
-        return int(_said(folder)["step"]), int(_said(folder)["serial"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _said(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        found = json.loads((Path(folder) / _FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,0 +1,53 @@
+"""The folders ``checkpoint-N`` of Hugging Face's Trainer: which save of which store each of them means."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+__all__ = ["folders_of", "mean_save", "save_meant", "store_meant"]
+
+_FILE = "tieredckpt.json"
+"""In a folder of a checkpoint: which step of the store it is."""
+
+
+def folders_of(run: Path) -> dict[int, Path]:
+    """The folders of checkpoints, by step."""
+    folders = run.iterdir() if run.is_dir() else iter(())
+    return {int(found[1]): path for path in folders if (found := re.fullmatch(r"checkpoint-(\d+)", path.name))}
+
+
+def save_meant(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Step and serial that a folder means; None for one of another Trainer."""
+    try:
+        return int(_said(folder)["step"]), int(_said(folder)["serial"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def store_meant(folder: str | os.PathLike[str]) -> Any:
+    """The identity of the store that a folder means; None for one that does not say it."""
+    return _said(folder).get("store")
+
+
+def mean_save(folder: Path, step: int, serial: int, store: str | None) -> None:
+    """Make a folder that means a save; of a store that cannot be told now, None."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trainer_state.json").unlink(missing_ok=True)  # of an earlier save
+    unfinished = folder / f"{_FILE}.tmp"
+    said: dict[str, Any] = {"step": step, "serial": serial}
+    if store is not None:
+        said["store"] = store
+    unfinished.write_text(json.dumps(said) + "\n")
+    unfinished.replace(folder / _FILE)
+
+
+def _said(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        found = json.loads((Path(folder) / _FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
