@@ -59,6 +59,20 @@ def test_what_one_rank_could_not_save_is_a_checkpoint_of_none(
     assert told[0]["first"] == 2
 
 
+def test_a_ddp_training_with_batchnorm_is_saved_and_resumed(start: Start, tmp_path: Path, shared_memory: Path) -> None:
+    """Each rank has statistics of its own; those of the first rank are saved, as DDP gives them to all."""
+
+    def trained(name: str, steps: int) -> list[Any]:
+        run = ranks(start, 2, program.train_normed, tmp_path / name, shared_memory / name, steps)
+        return [child.result() for child in run]
+
+    whole, _, resumed = trained("whole", 6), trained("parts", 4), trained("parts", 6)
+    assert whole[0]["buffers"] != whole[1]["buffers"]
+    assert [each["first"] for each in resumed] == [4, 4]
+    assert [each["steps"] for each in resumed] == [(4, 6)] * 2
+    assert [each["digest"] for each in resumed] == [each["digest"] for each in whole]
+
+
 def test_the_store_has_the_steps_of_the_folders_and_no_others(tmp_path: Path, shared_memory: Path) -> None:
     with program.store_of(tmp_path, shared_memory / "ram") as store:
         trainer = program.trainer_of(tmp_path, store)

@@ -27,6 +27,14 @@ class Model(torch.nn.Module):
         return {"loss": self.net(x).square().mean()}
 
 
+class Normed(Model):
+    """With statistics of BatchNorm, which each rank has of its own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+
+
 class Kill(TrainerCallback):
     def __init__(self, at: int) -> None:
         self.at = at
@@ -58,10 +66,10 @@ def arguments_of(folder: Path, **options: Any) -> TrainingArguments:
     )
 
 
-def trainer_of(folder: Path, store: SyncStore, *callbacks: Any, **options: Any) -> TieredTrainer:
+def trainer_of(folder: Path, store: SyncStore, *callbacks: Any, model: Any = None, **options: Any) -> TieredTrainer:
     data = [{"x": row} for row in torch.randn(40, 8, generator=torch.Generator().manual_seed(1))]
     return TieredTrainer(
-        Model(),
+        model or Model(),
         arguments_of(folder, **options),
         train_dataset=data,
         eval_dataset=data[:4],
@@ -113,5 +121,20 @@ def train_ranks(folder: Path, ram: Path, full_at: int, steps: int) -> dict[str, 
         trainer = trainer_of(folder, store, Full(1, full_at, store), **options)
         trainer.train(resume_from_checkpoint=True)
         found = {"digest": digest_of(trainer), "first": trainer._initial_global_step, "steps": store.all_steps()}
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def train_normed(folder: Path, ram: Path, steps: int) -> dict[str, Any]:
+    """What every rank of DDP does with a model that has BatchNorm; its buffers after the last step."""
+    set_seed(3)
+    torch.distributed.init_process_group("gloo")
+    with store_of(folder, ram, ranks="auto") as store:
+        options = {"ddp_backend": "gloo", "max_steps": steps, "save_steps": 2, "lr_scheduler_type": "constant"}
+        trainer = trainer_of(folder, store, model=Normed(), **options)
+        trainer.train(resume_from_checkpoint=True)
+        buffers = hashlib.sha256(b"".join(each.numpy().tobytes() for each in trainer.model.buffers())).hexdigest()
+        found = {"digest": digest_of(trainer), "buffers": buffers, "first": trainer._initial_global_step}
+        found["steps"] = store.all_steps()
     torch.distributed.destroy_process_group()
     return found

@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from transformers.trainer_utils import sort_checkpoints
 
@@ -225,7 +227,8 @@ class TieredTrainerMixin(_Base):
             super()._save_rng_state(output_dir)
 
     def _parts(self: Any) -> TrainingState:
-        parts = {"model": self.model}
+        # DDP says whose buffers are saved; `TrainingState` takes its name out of those of the parameters.
+        parts = {"model": self.model_wrapped if _is_ddp(self.model_wrapped) else self.model}
         if not self.args.save_only_model:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapping
             parts |= {"optimizer": optimizer, "scheduler": self.lr_scheduler, "random": self._random}
@@ -332,6 +335,11 @@ class _Random:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state
+
+
+def _is_ddp(model: torch.nn.Module) -> bool:
+    """Whether DDP wraps a model, or a part of one; torch.compile may be around it."""
+    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
 def _of_all_ranks(mine: Any) -> list[Any]:
