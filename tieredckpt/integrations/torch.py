@@ -22,9 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, Invalid, Shard, SyncCheckpoint, SyncStore, TieredCkptError
 from tieredckpt.integrations._copies import with_copies
+from tieredckpt.integrations._module_state import load_module_state, module_state, module_targets
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 
 __all__ = ["TrainingState"]
@@ -217,7 +216,10 @@ class TrainingState:
 
     def _live(self, state_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Targets in modules and optimizers; for optimizers only the state that the step has."""
-        live = {name: self._stored(name) for name in self._names(torch.nn.Module)}
+        live = {}
+        for name in self._names(torch.nn.Module):
+            with _naming(name, "tell its state"):
+                live[name] = module_targets(self._parts[name])
         for name in self._names(torch.optim.Optimizer):
             # torch makes the state of an optimizer that has none yet only where there are no gradients.
             self._parts[name].zero_grad(set_to_none=True)
@@ -257,7 +259,7 @@ class TrainingState:
         part = self._parts[name]
         with _naming(name, "tell its state"):
             if isinstance(part, torch.nn.Module):
-                return get_model_state_dict(part) if _has_tensors(part) else {}
+                return module_state(part)
             if isinstance(part, torch.optim.Optimizer):
                 with _without_steps(part):
                     return get_optimizer_state_dict(self._owner(name), part)
@@ -267,8 +269,7 @@ class TrainingState:
         part = self._parts[name]
         with _naming(name, "load its state"):
             if isinstance(part, torch.nn.Module):
-                if _has_tensors(part):
-                    set_model_state_dict(part, stored)
+                load_module_state(name, part, stored)
             elif isinstance(part, torch.optim.Optimizer):
                 # Which parameters have a state is what the step says, and was matched when it was restored.
                 options = StateDictOptions(strict=False)
@@ -333,10 +334,6 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 def _has_state(part: Any) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-
-
-def _has_tensors(module: torch.nn.Module) -> bool:
-    return next(chain(module.parameters(), module.buffers()), None) is not None
 
 
 @contextmanager

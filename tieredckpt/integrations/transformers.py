@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from transformers.trainer_utils import sort_checkpoints
 
 from tieredckpt import SyncStore
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
+from tieredckpt.integrations._module_state import load_module_state, module_targets
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 from tieredckpt.integrations._trainer_folders import folders_of, mean_save, save_meant, store_meant
 from tieredckpt.integrations.torch import TrainingState
@@ -266,9 +266,9 @@ class TieredTrainerMixin(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         model = self.model if model is None else model
-        like = {"model": get_model_state_dict(model)}
+        like = {"model": module_targets(model)}
         found = self._store.restore(step, keys=["model"], like=like, resume=False)
-        set_model_state_dict(model, found.tree["model"])
+        load_module_state("model", model, found.tree["model"])
 
     def _load_best_model(self: Any) -> None:
         """The best model; where the store has it no more, the last one stays, as with the Trainer's own files."""

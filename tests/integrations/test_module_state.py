@@ -1,0 +1,133 @@
+"""Modules whose state is more than their tensors: quantized layers, and extra states that change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.scenes import config, folder, ram
+
+torch = pytest.importorskip("torch")
+
+from tieredckpt import CheckpointStore, Invalid, SyncStore
+from tieredckpt.integrations.torch import TrainingState
+
+
+@pytest.fixture
+def store(shared_memory: Path, tmp_path: Path) -> Iterator[SyncStore]:
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}
+    with CheckpointStore.open(config(tiers)).sync() as opened:
+        yield opened
+
+
+class Linear4bit(torch.nn.Linear):
+    """As bitsandbytes has it: tells the state of the quantization below its weight, and does not take it."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(4, 4)
+        packed = torch.arange(8, dtype=torch.uint8)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.absmax, self.scale = torch.full((2,), scale), scale
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.absmax
+        packed = torch.tensor([self.scale])  # is made anew for each call
+        destination[f"{prefix}weight.quant_state.bitsandbytes__nf4"] = packed
+
+    def forward(self, x: Any) -> Any:
+        return x * self.absmax.sum()
+
+
+class Linear8bit(torch.nn.Linear):
+    """As bitsandbytes has it: its scales are in its state and not among its attributes, and it takes them."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(4, 4)
+        self.weight = torch.nn.Parameter(torch.arange(16, dtype=torch.int8).reshape(4, 4), requires_grad=False)
+        self.weight.SCB = torch.full((4,), scale)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}SCB"] = self.weight.SCB
+        destination[f"{prefix}weight_format"] = torch.tensor(0, dtype=torch.uint8)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        state.pop(f"{prefix}weight_format")
+        super()._load_from_state_dict(state, prefix, *others)
+        self.weight.SCB.copy_(state[f"{prefix}SCB"])
+        others[3].remove(f"{prefix}SCB")  # of the unexpected keys
+
+    def forward(self, x: Any) -> Any:
+        return x * self.weight.SCB
+
+
+def finetuned(base: Any) -> tuple[Any, Any]:
+    """A frozen base, as QLoRA has it, and an adapter that is trained."""
+    model = torch.nn.ModuleDict({"base": base, "adapter": torch.nn.Linear(4, 1)})
+    for parameter in base.parameters():
+        parameter.requires_grad_(False)
+    return model, torch.optim.AdamW(model["adapter"].parameters())
+
+
+def train(model: Any, optimizer: Any) -> None:
+    model["adapter"](model["base"](torch.ones(2, 4))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("base", [Linear4bit, Linear8bit])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_adapter_on_a_quantized_model_goes_on(store: SyncStore, base: Any, compiled: bool) -> None:
+    def made(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model, optimizer = finetuned(base(0.5))
+        if compiled:
+            model["base"] = torch.compile(model["base"], backend="eager")
+        return model, optimizer
+
+    model, optimizer = made(1)
+    train(model, optimizer)
+    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    assert "model/base.weight" in {array.key for array in store.describe(1).arrays}
+    other, other_optimizer = made(2)
+    assert TrainingState(model=other, optimizer=other_optimizer).restore(store) == 1
+    for each in ((model, optimizer), (other, other_optimizer)):
+        train(*each)
+    assert torch.equal(other["adapter"].weight, model["adapter"].weight)
+
+
+def test_what_a_module_does_not_take_must_be_what_it_has(store: SyncStore) -> None:
+    model, _ = finetuned(Linear4bit(0.5))
+    TrainingState(model=model).save(store, 1)
+    other, _ = finetuned(Linear4bit(0.25))
+    with pytest.raises(Invalid, match=r"part 'model': .* for 'base\.weight\.quant_state\.bitsandbytes__nf4'"):
+        TrainingState(model=other).restore(store)
+
+
+class History(torch.nn.Linear):
+    """With an extra state that grows, as the scales of low-precision layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.seen: list[Any] = []
+        self.amax = torch.zeros(0)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen, "amax": self.amax}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen, self.amax = state["seen"], state["amax"]
+
+
+def test_an_extra_state_comes_back_in_the_form_in_which_it_was_saved(store: SyncStore) -> None:
+    model = torch.nn.Sequential(History())
+    model[0].seen, model[0].amax = [1, {"recipe": "tensorwise"}], torch.arange(3.0)
+    TrainingState(model=model).save(store, 1)
+    other = torch.nn.Sequential(History())
+    assert TrainingState(model=other).restore(store) == 1
+    assert other[0].seen == model[0].seen
+    assert torch.equal(other[0].amax, model[0].amax)
+    assert torch.equal(other[0].weight, model[0].weight)
