@@ -99,8 +99,6 @@ def test_a_file_whose_step_was_saved_again_by_another_training_says_so(tmp_path:
     old, new = tmp_path / "old" / "step=1.ckpt", tmp_path / "new" / "step=1.ckpt"
     io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, old)
     assert torch.equal(io.load_checkpoint(old, map_location="cpu")["w"], torch.ones(3))
-    io.save_checkpoint({"global_step": 1, "w": torch.zeros(3)}, new)  # as of the same training: both mean the newer
-    assert torch.equal(io.load_checkpoint(old)["w"], torch.zeros(3))
     io._opened().store.close()
     io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     io.save_checkpoint({"global_step": 1, "w": torch.full((3,), 2.0)}, new)
@@ -195,6 +193,25 @@ def test_weights_that_are_not_those_of_the_step_are_not_taken_for_them(tmp_path:
         assert not (tmp_path / f"{name}.ckpt").exists()
     io.teardown()
     assert io._opened().store.all_steps() == (2,)
+    io._opened().store.close()
+
+
+def test_other_tensors_under_the_same_names_replace_no_step_that_another_path_names(
+    tmp_path: Path, shared_memory: Path
+) -> None:
+    """As of Fabric, which saves a model and then the mean of its weights."""
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    io.save_checkpoint({"step": 1, "model": {"w": torch.ones(3)}, "loss": 1.0}, tmp_path / "model.ckpt")
+    io.save_checkpoint({"step": 1, "model": {"w": torch.zeros(3)}, "loss": 1.0}, tmp_path / "mean.ckpt")
+    assert torch.equal(io.load_checkpoint(tmp_path / "model.ckpt")["model"]["w"], torch.ones(3))
+    assert torch.equal(io.load_checkpoint(tmp_path / "mean.ckpt")["model"]["w"], torch.zeros(3))
+    io.save_checkpoint({"step": 1, "model": {"w": torch.ones(3)}, "loss": 2.0}, tmp_path / "last.ckpt")
+    for name in ("model", "last"):  # the same tensors: both mean the last save
+        assert io.load_checkpoint(tmp_path / f"{name}.ckpt")["loss"] == 2.0
+    io.save_checkpoint({"step": 2, "model": {"w": torch.ones(3)}}, tmp_path / "one.ckpt")
+    io.save_checkpoint({"step": 2, "model": {"w": torch.zeros(3)}}, tmp_path / "one.ckpt")  # written over, as a file is
+    assert torch.equal(io.load_checkpoint(tmp_path / "one.ckpt")["model"]["w"], torch.zeros(3))
+    assert io._opened().store.all_steps() == (1, 2)
     io._opened().store.close()
 
 

@@ -68,8 +68,8 @@ class NamedSteps:
         """Save a step and name it at ``path``; what keeps the store from it is a warning: the training goes on.
 
         Lightning saves one step under several paths. The last save counts for all that have no more than it; one of
-        fewer parts, such as weights only, becomes a name for these parts of the save before. One of more parts replaces
-        it, if the parts that both have are the same: the paths of the save before mean them as they were.
+        fewer parts, such as weights only, becomes a name for these parts of the save before. One of as many or more
+        replaces it, if the tensors that both have are the same: the other paths mean them as they were.
 
         Args:
             step, checkpoint, path: of Lightning.
@@ -89,8 +89,8 @@ class NamedSteps:
             if names < before.names:
                 self._name(step, before, str(path), names, rank)
                 return True
-            others = rank is None and before.names < names and before.paths.keys() - {str(path)}
-            if others and not self._same(step, {name: checkpoint[name] for name in before.names}):
+            others = before.paths.keys() - {str(path)}
+            if rank is None and others and not self._same(step, {name: checkpoint[name] for name in before.names}):
                 return False
         paths = {**({} if before is None else before.paths), str(path): names}
         tree = dict(checkpoint) if rank else {**checkpoint, PATHS: list(paths)}
