@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -417,15 +418,17 @@ async def test_a_store_of_one_tier_knows_itself_by_its_steps(place: Path, damage
     await assert_whole(place, tier)
 
 
-async def test_a_marker_of_another_format_is_never_replaced(place: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"forked_from": [str(UUID(int=1))]}, {"later": {"a": [None, 1.5]}}], ids=str)
+async def test_a_marker_of_another_format_is_never_replaced(place: Path, more: dict[str, object]) -> None:
     async with saved(place, "disk"):
         pass
     path = root_of(place, "disk") / layout.MARKER
-    newer = path.read_bytes().replace(b'"format_version": 1', b'"format_version": 4')
+    newer = json.dumps({**json.loads(path.read_bytes()), "format_version": 4, **more}).encode()
     path.write_bytes(newer)
-    with pytest.raises(Corrupt, match="use a newer tieredckpt"):
-        async with opened(place, "disk"):
-            pass
+    for read_only in (True, False):
+        with pytest.raises(Corrupt, match="use a newer tieredckpt"):
+            async with opened(place, "disk", read_only=read_only):
+                pass
     assert path.read_bytes() == newer
 
 

@@ -21,6 +21,13 @@ _log = logging.getLogger("tieredckpt")
 _STEPS_ASKED = 8
 
 
+class _AnyMarker(msgspec.Struct, frozen=True):
+    """What a marker of every version has; a later one may have any other fields."""
+
+    store: str
+    format_version: int | str
+
+
 async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
     """The marker of a tier, None for an empty tier, and whether it must be written again as the steps say it was.
 
@@ -103,7 +110,7 @@ async def _is_of_another_format(tier: Tier) -> bool:
     """Whether a marker that this version refuses is a sound one of another version, which must not be replaced."""
     try:
         data = await tier.store.get(layout.MARKER, limit=marker_file.MARKER_MAX)
-        found = json_decoder(dict[str, str | int]).decode(data)
+        found = json_decoder(_AnyMarker).decode(data)
     except (Corrupt, NotFound, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
-    return found.get("format_version") not in (None, *layout.FORMAT_VERSIONS) and isinstance(found.get("store"), str)
+    return found.format_version not in layout.FORMAT_VERSIONS
