@@ -367,7 +367,7 @@ class AgentClient:
         if wire is None:
             yield
             return
-        pinning = asyncio.ensure_future(self.ask(messages.Pin(step, tier.name), again=False))
+        pinning: asyncio.Future[None] = asyncio.ensure_future(self.ask(messages.Pin(step, tier.name), again=False))
 
         def unpin(pinned: asyncio.Future[None]) -> None:
             if not pinned.cancelled() and pinned.exception() is None and wire is self._wire:
