@@ -126,6 +126,9 @@ def _in_plain_words(line: ErrorDetails) -> str:
             return f"should have {line['ctx']['min_length']} or more elements, not {value}"
         case "string_pattern_mismatch":
             return f"should match the pattern {line['ctx']['pattern']}, not {value}"
+        case "tuple_type":
+            example = f", such as [{value}]" if isinstance(line["input"], str) else ""
+            return f"should be a list{example}, not {value}"
         case "literal_error":
             known = re.findall(r"'([^']*)'", line["ctx"]["expected"])
             return f"should be {line['ctx']['expected']}, not {value}{did_you_mean(str(line['input']), known)}"

@@ -22,7 +22,7 @@ __all__ = ["Serial", "shape_text", "show"]
 
 Serial = Annotated[
     int | None,
-    typer.Option(help="Which save, where the step was saved on several lines.", show_default=False),
+    typer.Option(help="Which save, where the step was saved on several branches.", show_default=False),
 ]
 
 _SHOWN = 60

@@ -31,6 +31,9 @@ from tieredckpt.units import format_duration, format_size, parse_duration
 
 __all__ = ["simulate"]
 
+_DAYS_MAX = 366_000.0
+"""A millennium, as a duration has at most; `inf` would never end."""
+
 _SWEPT_DAYS = 10.0
 """Each point of a picture is simulated for so long at most."""
 
@@ -51,7 +54,7 @@ def simulate(
     tier_repair: Annotated[str, typer.Option(help="Mean time of such an outage.")] = "30 min",
     restart: Restart = None,
     changed: Changed = None,
-    days: Annotated[float, typer.Option(min=0.001, help="Days to simulate.")] = 30.0,
+    days: Annotated[float, typer.Option(min=0.001, max=_DAYS_MAX, help="Days to simulate.")] = 30.0,
     interval: Annotated[
         str | None, typer.Option(help="Save so often, instead of by the configuration's schedule.", show_default=False)
     ] = None,

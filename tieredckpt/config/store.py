@@ -159,7 +159,7 @@ def _load_mapping(data: Mapping[str, Any]) -> StoreConfig:
 
 def _load_file(path: Path) -> StoreConfig:
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # editors on Windows begin a file with a byte order mark
         data = tomllib.loads(text)
     except FileNotFoundError as error:
         raise NotFound(f"{path}: there is no such configuration file") from error

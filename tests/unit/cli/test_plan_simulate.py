@@ -113,6 +113,11 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
         assert result.exit_code == 1
 
 
+def test_a_simulation_without_end_is_refused(run: Callable[..., Any], settings: Path) -> None:
+    result = run("simulate", settings, "--days", "inf")
+    assert (result.exit_code, "--days" in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("missing", "options"), [("simpy", ()), ("matplotlib", ("--picture", "x.svg"))], ids=["simpy", "matplotlib"]
 )

@@ -56,7 +56,7 @@ def test_a_step_is_deleted_from_every_tier_and_the_newest_by_force(run: Run, tol
     told("delete", trained, 2)
     assert 2 not in where(told, trained)
     result = run("delete", trained, 3)
-    assert (result.exit_code, result.stderr[:23]) == (1, "Conflict: cannot delete")
+    assert (result.exit_code, result.stderr[:23], "--force" in result.stderr) == (1, "Conflict: cannot delete", True)
     told("delete", trained, 3, "--force")
     assert 3 not in where(told, trained)
 

@@ -490,6 +490,17 @@ def test_a_file_that_is_missing_unreadable_or_no_toml_is_told_apart(tmp_path: Pa
         load(tmp_path / "ckpt.toml")
 
 
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt.toml"
+    path.write_text('[tiers.disk]\nkind = "posix"\npath = "disk"\n', "utf-8-sig")
+    assert load(path).tiers[0].location == str(tmp_path / "disk")
+
+
+def test_text_in_the_place_of_a_list_is_told_so() -> None:
+    with pytest.raises(Invalid, match=r"store\.frozen: should be a list, such as \['base/\*\*'\], not 'base/\*\*'"):
+        load({"store": {"frozen": "base/**"}, "tiers": {"disk": {"kind": "posix", "path": "/disk"}}})
+
+
 def test_constructing_a_config_from_wrong_values_raises_invalid() -> None:
     tiers: Any = [{"kind": "posix", "name": "a", "path": "/a", "retain": {"kind": "last_n", "n": 0}}]
     with pytest.raises(Invalid, match=r"StoreConfig\.tiers\.a\.retain\.n: should be greater than or equal to 1"):

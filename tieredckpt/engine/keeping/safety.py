@@ -71,7 +71,7 @@ def check_deletable(state: State, steps: Collection[StepId]) -> None:
         TierUnavailable: a tier that may hold one does not answer.
     """
     names = ", ".join(map(str, sorted(steps)))
-    anyway = "to delete it all the same, pass force=True"
+    anyway = "to delete it all the same, pass force=True (--force)"
     if state.newest() in steps:
         raise Conflict(f"cannot delete {names}: it is the newest step of the branch, which a restore takes; {anyway}")
     if not state.records().keys() - steps:
@@ -81,12 +81,12 @@ def check_deletable(state: State, steps: Collection[StepId]) -> None:
         if not tier.answers and (here or tier.marker is None):
             raise TierUnavailable(
                 f"cannot delete {names}: tier {tier.name!r} does not answer and may hold it ({tier.health.error}); try "
-                f"again when it does, or pass force=True to delete it elsewhere"
+                f"again when it does, or pass force=True (--force) to delete it elsewhere"
             )
         if not all(_is_covered(state, step, tier, steps) for step in here if step in tier.steps.held):
             raise Conflict(
                 f"cannot delete {names}: no newer step of the branch is on a tier that survives as much as "
-                f"{tier.name!r}; wait until one is promoted, or pass force=True"
+                f"{tier.name!r}; wait until one is promoted, or pass force=True (--force)"
             )
 
 
