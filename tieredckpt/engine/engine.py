@@ -37,7 +37,7 @@ from tieredckpt.engine.opening.ram import keep_noted
 from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, read_again, renew_lease
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.promoting.promoter import Promoter
-from tieredckpt.engine.promoting.waiting import drained, reached
+from tieredckpt.engine.promoting.waiting import drained, in_ram_alone, reached
 from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.repairing.background import BackgroundRepair
@@ -94,6 +94,7 @@ class Engine:
         self.exporter: Exporter | None = None
         """Exports steps behind the training; None where there are no exports, or another process makes them."""
         self._snapshot = 0
+        self._told_of_ram = False
         """Bytes that a save is known to take."""
         self.prepared = False
         """Whether its parts are there; they are made when it starts."""
@@ -369,6 +370,9 @@ class Engine:
         await self.mode.drained()
         await drained(self.state, self.promoters)
         await self.mode.told()
+        if self.state.membership.rank == 0 and not self._told_of_ram and (why := in_ram_alone(self.state)):
+            self._told_of_ram = True
+            _log.warning("%s", why)
         if self.exporter is not None:
             await self.exporter.drained()
 

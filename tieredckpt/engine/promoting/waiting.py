@@ -11,7 +11,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["drained", "reached"]
+__all__ = ["drained", "in_ram_alone", "reached"]
 
 
 async def reached(
@@ -77,6 +77,16 @@ async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
         for step, error in promoter.stuck.items():
             if step in state.records():
                 raise _again(error, f"tier {promoter.tier.name!r} lacks {step}: ")
+
+
+def in_ram_alone(state: State) -> str:
+    """For people, once all is drained: why the tiers below RAM have none of the steps; empty if one has, or failed."""
+    slower = [tier for tier in state.tiers if not tier.in_memory]
+    if not slower or not state.records() or any(tier.steps.held or tier.health.error for tier in slower):
+        return ""
+    newest = max(state.records())
+    why = "; ".join(f"tier {tier.name!r}: {why_not_due(state, newest, tier)}" for tier in slower)
+    return f"no step is below RAM, so that the loss of the node loses them all: {newest} is due nowhere ({why})"
 
 
 def _again(error: Exception, prefix: str) -> TieredCkptError:
