@@ -25,7 +25,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -128,7 +128,7 @@ class Preemption:
 
     def _promote_when_warned(self) -> None:
         if self._warnings.get():
-            self._promote_newest()
+            self._promote_newest(self._engine.captures.drained_beside)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -147,18 +147,18 @@ class Preemption:
             signal.raise_signal(self._on)
 
     def _finish(self, error: BaseException | None) -> None:
-        kept = self._promote_newest()  # which may have been saved since the warning
+        kept = self._promote_newest(self._engine.captures.drained)  # which may have been saved since the warning
         if not kept:
             _log.error("%s", self._what_was_kept())
         if error is None:
             raise SystemExit(EXIT_STATUS if kept else self._what_was_kept())
 
-    def _promote_newest(self) -> bool:
-        """Whether the tier has the newest step, before the time is out."""
+    def _promote_newest(self, saved: Callable[[], Awaitable[None]]) -> bool:
+        """Whether the tier has the newest step, before the time is out; ``saved`` waits for saves under way."""
         newest = self._state.newest()
         kept = not self._engine.captures.pending and (newest is None or newest in self._tier.steps.held)
         left = self._warned_at + self._seconds - time.monotonic()
-        work = self._store._life.loop.submit(self._keep())
+        work = self._store._life.loop.submit(self._keep(saved))
         try:
             step = work.result(max(0.0, left))
         except TimeoutError:
@@ -173,9 +173,9 @@ class Preemption:
             _log.info("preempted: %s is on tier %r after %.1f s", step, self._tier.name, self._passed())
         return True
 
-    async def _keep(self) -> StepId | None:
+    async def _keep(self, saved: Callable[[], Awaitable[None]]) -> StepId | None:
         """Promote the newest step, and keep trying; None where nothing was saved."""
-        await self._engine.captures.drained()
+        await saved()
         while (step := self._state.newest()) is not None and step not in self._tier.steps.held:
             try:
                 await self._promote(step)

@@ -150,7 +150,8 @@ def test_an_older_step_that_is_on_its_way_gives_way(
 
 async def _held(store: CheckpointStore, step: int, tier: str) -> None:
     state = store._life.engine.state
-    await state.changed.until(lambda: any(held.step == step for held in state.tier(tier).steps.held))
+    async with asyncio.timeout(SOON):
+        await state.changed.until(lambda: any(held.step == step for held in state.tier(tier).steps.held))
 
 
 def test_an_error_in_a_training_that_was_warned_is_still_that_error(settings: StoreConfig) -> None:
@@ -236,6 +237,29 @@ def test_a_step_that_is_still_being_captured_is_the_newest(
             train(store)
         assert ended.value.code == EXIT_STATUS
         assert "disk" in store.where(2)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_warning_does_not_confirm_a_lazy_save_for_the_trainer(settings: StoreConfig, changed: bool) -> None:
+    """The trainer may be changing the arrays at that moment; it confirms the save itself, at the latest at its end."""
+    state = tree(2)
+
+    def train(store: SyncStore) -> None:
+        with preemption(store, seconds=60):
+            store.save(2, state, capture="lazy")
+            signal.raise_signal(signal.SIGTERM)
+            store._life.loop.call_blocking(_held(store._store, 1, "disk"))
+            assert store.latest_step() == 1
+            if changed:
+                state["params"]["w0"] += 1
+
+    with CheckpointStore.open(settings).sync() as store:
+        store.save(1, tree(1))
+        with pytest.raises(SystemExit) as ended:
+            train(store)
+        assert ended.value.code == EXIT_STATUS
+        assert store.all_steps() == ((1,) if changed else (1, 2))
+        assert "disk" in store.where(1 if changed else 2)
 
 
 def test_what_a_tiers_code_raises_is_tried_again(settings: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:

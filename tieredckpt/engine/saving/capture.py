@@ -72,7 +72,7 @@ class Captures:
         self._flattener = flattener
         self.pending: set[asyncio.Task[Saved]] = set()
         """Saves that go on behind the trainer."""
-        self._lazy: list[LazyMoment] = []
+        self._lazy: dict[LazyMoment, asyncio.Task[Saved]] = {}
         """Those of them that the trainer has to confirm, oldest first."""
         self._awaited: set[asyncio.Task[Any]] = set()
         """Saves that the trainer waits for, and so does who closes the store beside it."""
@@ -182,7 +182,6 @@ class Captures:
             stall = time.monotonic() - called_at  # the trainer goes on from here
             if lazy is not None:
                 lazy.returns(stall)
-                self._lazy.append(lazy)
             moment = lazy or Moment(stall=stall)
             return self._start(call.step, partial(self._made, call, flat, origin, moment), origin, moment)
 
@@ -221,13 +220,15 @@ class Captures:
             finally:
                 saving.pop(step, None)
                 moment.ended(failure)
-                if moment in self._lazy:
-                    self._lazy.remove(moment)
+                if isinstance(moment, LazyMoment):
+                    self._lazy.pop(moment, None)
 
         saving = self._state.observation.saving
         saving[step] = time.time(), origin
         task = asyncio.create_task(save(), name=f"tieredckpt save {step}")
         self.pending.add(task)
+        if isinstance(moment, LazyMoment):
+            self._lazy[moment] = task
         task.add_done_callback(self._ended)
         return task
 
@@ -250,11 +251,16 @@ class Captures:
             raise
 
     async def drained(self) -> None:
-        """Return when none is under way."""
+        """Return when none is under way; the trainer waits for that."""
         while self.pending:
             await self._resolve_lazy()
             if left := set(self.pending):  # they may have ended meanwhile
                 await asyncio.wait(left)
+
+    async def drained_beside(self) -> None:
+        """Return when none is under way but those that the trainer has to confirm, who goes on meanwhile."""
+        while left := self.pending.difference(self._lazy.values()):
+            await asyncio.wait(left)
 
     async def _resolve_lazy(self) -> None:
         """Confirm the lazy saves: the trainer has called the store and waits."""
