@@ -228,8 +228,11 @@ class GetDigested(Protocol):
 class PutStream(Protocol):
     """An ability of some stores: to take an object that is larger than the memory."""
 
-    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer]) -> None:
+    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], *, nbytes: int | None = None) -> None:
         """Write the bytes that ``pieces`` gives, in order. Where that raises, nothing is written, and it is raised.
+
+        ``nbytes`` is how many come at most, if that is known. Raises `Invalid` where more come than the store can take
+        of what it was told.
 
         A piece that was given belongs to the store, which copies none: nobody may change it, also after a
         cancellation. Raises as `Put.put`.

@@ -45,8 +45,12 @@ class Files(Protocol):
     single: bool
     """Whether it is one file, which has a name already: the only one that is opened."""
 
-    def open(self, name: str, /) -> AbstractContextManager[Output]:
-        """A new file of that name, one at a time. It is complete when the block ends, and not there if that raises."""
+    def open(self, name: str, /, *, nbytes: int | None = None) -> AbstractContextManager[Output]:
+        """A new file of that name, one at a time. It is complete when the block ends, and not there if that raises.
+
+        ``nbytes`` is how many it has at most, if that is known: in an object store, one that says nothing may have
+        156 GiB.
+        """
 
 
 @dataclass(frozen=True, slots=True)

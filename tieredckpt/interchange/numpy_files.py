@@ -31,6 +31,9 @@ __all__ = ["INDEX", "NPY", "NPZ", "file_name", "member_name"]
 INDEX = "index.json"
 """Lists key, dtype and shape of each file of a folder: NumPy has no names for bfloat16 and its like."""
 
+_AROUND = 64 << 10
+"""Bytes that an archive has for the name and headers of an array, and at its end, at most."""
+
 _LONGEST = 200
 """Characters of a file's name; file systems end at 255 bytes."""
 
@@ -60,7 +63,11 @@ def _component(part: str) -> str:
 def _stream_archive(step: StepContent, files: Files) -> dict[str, bytes]:
     """One ``.npz``."""
     written = {}
-    with files.open("arrays.npz") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
+    nbytes = _AROUND + sum(info.nbytes + _AROUND for info in step.arrays)
+    with (
+        files.open("arrays.npz", nbytes=nbytes) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,  # type: ignore[call-overload]
+    ):
         for info, pieces in groupby(step.pieces(), itemgetter(0)):
             name = member_name(step.name(info))
             found = Content()

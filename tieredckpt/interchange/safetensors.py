@@ -245,7 +245,7 @@ def _write_file(step: StepContent, files: Files, name: str, tensors: Sequence[_T
         raise Invalid(f"{len(tensors)} tensors do not fit one file of safetensors; give a smaller shard size")
     written = {tensor.info.key: Content() for tensor in tensors}
     dtypes = {tensor.info.key: tensor.dtype for tensor in tensors}
-    with files.open(name) as file:
+    with files.open(name, nbytes=8 + len(text) + end) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         step.write_to(file, [tensor.info for tensor in tensors], dtypes, lambda info, data: written[info.key].add(data))
     return {tensor.name: written[tensor.info.key].value() for tensor in tensors}

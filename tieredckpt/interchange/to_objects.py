@@ -67,9 +67,9 @@ class _DigestedFiles:
         self.blocks: dict[str, list[tuple[int, bytes]]] = {}
 
     @contextmanager
-    def open(self, name: str, /) -> Iterator[_Digested]:
+    def open(self, name: str, /, *, nbytes: int | None = None) -> Iterator[_Digested]:
         """See `Files.open`."""
-        with self._files.open(name) as file:
+        with self._files.open(name, nbytes=nbytes) as file:
             digested = _Digested(file)
             yield digested
             digested.end()

@@ -21,6 +21,7 @@ from tieredckpt.blobs.object.refusals import meaning, without_secrets
 from tieredckpt.concurrency import outlast
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
 from tieredckpt.errors import Invalid, NotFound, TieredCkptError
+from tieredckpt.units import format_size
 
 __all__ = ["LISTED_AT_ONCE", "Client", "Range"]
 
@@ -29,9 +30,12 @@ _UNLIMITED = timedelta(days=365)
 LISTED_AT_ONCE = 1000
 """Objects of a page of a listing; the last one has fewer."""
 
-_STREAMED_PART, _STREAMED_PARTS = 16 << 20, 4
-"""Bytes of a part of an object that is streamed, and how many are sent at a time: they are in memory meanwhile. S3
-takes 10,000 parts."""
+_LEAST_PART, _PARTS = 16 << 20, 10_000
+"""Bytes of a part of an object that is streamed, and how many parts S3 takes of one: those of a larger object are
+larger. All but the last are of one size, as R2 wants them."""
+
+_PARTS_AT_ONCE = 4
+"""Parts that are sent at a time, and are in memory meanwhile."""
 
 _ABORTS_WITHIN = 5.0
 """Seconds that an upload which is cancelled is given to be aborted."""
@@ -62,7 +66,8 @@ class Client:
         try:
             opened = _MAKERS[type(tier)](tier, tier.service or "")
             self._store = opened(**_options(tier, _REPEATS_NOTHING))
-            self._streams = opened(**_options(tier, _repeats_parts(tier)))
+            self._streams = lambda part: opened(**_options(tier, _repeats_parts(tier, part)))
+            """Makes what sends objects in parts of so many bytes."""
         except Invalid:
             raise
         except (exceptions.BaseError, ValueError, TypeError) as error:
@@ -75,20 +80,31 @@ class Client:
         with self._errors(key, "written", exclusive=create_only):
             await obstore.put_async(self._store, key, views, mode=mode, use_multipart=False)
 
-    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer]) -> None:
+    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], *, nbytes: int | None = None) -> None:
         """Several requests, after the last of which the object is there at once; none of it is if this raises.
 
-        The pieces come once, so each request is repeated by itself.
+        The pieces come once, so each request is repeated by itself. ``nbytes`` at most are coming, if that is known;
+        raises `Invalid` when more come than parts of the size that suffices for those have.
         """
+        part = max(_LEAST_PART, -(-(nbytes or 0) // (_PARTS << 20)) << 20)  # whole MiB
+        streams = await asyncio.to_thread(self._streams, part)
+        sent = 0
         given_up: BaseException | None = None
         cancelled = False
 
         async def given() -> AsyncIterator[Buffer]:
-            nonlocal given_up
+            nonlocal given_up, sent
             try:
                 async for piece in pieces:
                     if cancelled:  # obstore aborts the upload where there is no next piece, and else leaves its parts
                         raise Unanswered(f"{key} was given up")
+                    sent += memoryview(piece).nbytes
+                    if sent > part * _PARTS:
+                        told = "unknown length" if nbytes is None else f"{format_size(nbytes)} at most"
+                        raise Invalid(
+                            f"tier {self._name!r}: {key} at {self.location} was announced with {told}, for which it "
+                            f"may have {format_size(part * _PARTS)}, and has more; write several files"
+                        )
                     yield piece
             except BaseException as error:
                 given_up = error
@@ -96,13 +112,13 @@ class Client:
 
         async def put() -> None:
             await obstore.put_async(
-                self._streams,
+                streams,
                 key,
                 given(),
                 mode="overwrite",
                 use_multipart=True,
-                chunk_size=_STREAMED_PART,
-                max_concurrency=_STREAMED_PARTS,
+                chunk_size=part,
+                max_concurrency=_PARTS_AT_ONCE,
             )
 
         with self._errors(key, "written"):
@@ -201,9 +217,9 @@ _REPEATS_NOTHING = _Repeats(_UNLIMITED, {"max_retries": 0})
 """What is repeated, and how long it may take, is decided around the store."""
 
 
-def _repeats_parts(tier: ObjectTier) -> _Repeats:
+def _repeats_parts(tier: ObjectTier, part: int) -> _Repeats:
     """As the wrappers of a store do with a put: what fails or is to wait is repeated, and not without end."""
-    seconds = tier.deadline + _STREAMED_PARTS * _STREAMED_PART / tier.min_bandwidth
+    seconds = tier.deadline + _PARTS_AT_ONCE * part / tier.min_bandwidth
     return _Repeats(
         timedelta(seconds=seconds),
         {

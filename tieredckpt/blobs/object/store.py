@@ -130,10 +130,10 @@ class ObjectStore:
             finally:
                 await outlast(asyncio.ensure_future(_let_go(views)))
 
-    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer]) -> None:
+    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], *, nbytes: int | None = None) -> None:
         self._check(key)
         with self._in_use():
-            await self._client.put_stream(key, pieces)  # not to be repeated: the pieces come once
+            await self._client.put_stream(key, pieces, nbytes=nbytes)  # not to be repeated: the pieces come once
 
     async def stat(self, key: str) -> BlobInfo:
         self._check(key)

@@ -41,7 +41,7 @@ class FolderFiles:
         self.path = path
 
     @contextmanager
-    def open(self, name: str, /) -> Iterator[StreamedFile]:
+    def open(self, name: str, /, *, nbytes: int | None = None) -> Iterator[StreamedFile]:
         """See `Files.open`."""
         if not self.single:
             self.path.mkdir(exist_ok=True)

@@ -105,14 +105,14 @@ class ObjectFiles:
         self._given_up = False
 
     @contextmanager
-    def open(self, name: str, /) -> Iterator[_StreamedObject]:
+    def open(self, name: str, /, *, nbytes: int | None = None) -> Iterator[_StreamedObject]:
         """See `Files.open`."""
         if self._given_up:
             raise Closed("the export was given up")
         self.begun.append(name)
         file = _StreamedObject(self._loop)
         sending = asyncio.run_coroutine_threadsafe(
-            self._send(f"{self._folder}/{name}" if self._folder else name, file), self._loop
+            self._send(f"{self._folder}/{name}" if self._folder else name, file, nbytes), self._loop
         )
         sending.add_done_callback(lambda _: file.give_up())
         self._now = file
@@ -139,9 +139,9 @@ class ObjectFiles:
         self.written.append(name)
         self.nbytes += file.nbytes
 
-    async def _send(self, key: str, file: _StreamedObject) -> None:
+    async def _send(self, key: str, file: _StreamedObject, nbytes: int | None) -> None:
         assert isinstance(self._store, PutStream)
-        await self._store.put_stream(key, file.pieces())
+        await self._store.put_stream(key, file.pieces(), nbytes=nbytes)
 
     def give_up(self) -> None:
         self._given_up = True

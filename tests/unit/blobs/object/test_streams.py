@@ -14,10 +14,11 @@ from support.proxy import Fault, Proxy, deny, internal_error, late, lose_reply, 
 require("obstore")
 
 from tieredckpt.blobs.base import PutStream
+from tieredckpt.blobs.object import client
 from tieredckpt.blobs.object.kind import S3
 from tieredckpt.blobs.object.store import ObjectStore
 from tieredckpt.config.object_tiers import S3Tier
-from tieredckpt.errors import TierUnavailable
+from tieredckpt.errors import Invalid, TierUnavailable
 from tieredckpt.testing.backdoor import pattern
 
 MIB = 1 << 20
@@ -51,6 +52,31 @@ async def test_parts_that_fail_or_are_to_wait_are_sent_again(
     await store.put_stream("large", pieces(40 * MIB))
     assert s3_place.bucket.read("large") == whole(40 * MIB)
     assert between.count["PUT"] == 3 + 4
+
+
+async def test_parts_grow_with_an_object_of_known_length(
+    store: ObjectStore, s3_place: Place, between: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server takes 10,000 parts of one object, S3 all of 5 TiB. They are of one size, as R2 wants them."""
+    monkeypatch.setattr(client, "_PARTS", 4)
+    for nbytes, parts in ((40 * MIB, 3), (64 * MIB, 4), (90 * MIB, 4), (100 * MIB, 4)):
+        between.restart_count()
+        await store.put_stream("large", pieces(nbytes), nbytes=nbytes)
+        assert s3_place.bucket.read("large") == whole(nbytes)
+        assert between.count["PUT"] == parts
+
+
+@pytest.mark.parametrize(
+    ("announced", "says"), [(None, "unknown length.*64 MiB"), (100 * MIB, "100 MiB at most.*100 MiB")]
+)
+async def test_an_object_that_outgrows_its_parts_is_refused_with_its_key_and_leaves_nothing(
+    store: ObjectStore, s3_place: Place, monkeypatch: pytest.MonkeyPatch, announced: int | None, says: str
+) -> None:
+    monkeypatch.setattr(client, "_PARTS", 4)
+    with pytest.raises(Invalid, match=rf"tier 's3': large at s3://.*{says}.*several files"):
+        await store.put_stream("large", pieces(108 * MIB), nbytes=announced)
+    assert "large" not in s3_place.bucket.sizes()
+    await nothing_left(s3_place)
 
 
 @pytest.mark.parametrize(("fault", "times"), [(slow_down, None), (deny, 1)])

@@ -100,10 +100,10 @@ def test_the_index_comes_after_all_files(
     failing.set()
     put = Client.put_stream
 
-    async def put_stream(self: Client, key: str, pieces: Any) -> None:
+    async def put_stream(self: Client, key: str, pieces: Any, **size: Any) -> None:
         if failing.is_set() and "00003" in key.rpartition("/")[2][:11]:
             raise TierUnavailable("the server is away")
-        await put(self, key, pieces)
+        await put(self, key, pieces, **size)
         written.append(key)
 
     monkeypatch.setattr(Client, "put_stream", put_stream)
@@ -263,8 +263,8 @@ def test_a_file_whose_outcome_is_unknown_is_deleted_with_the_others(
     """The server took the index, and its answer was lost: readers would find an index without its files."""
     put = Client.put_stream
 
-    async def answer_lost(self: Client, key: str, pieces: Any) -> None:
-        await put(self, key, pieces)
+    async def answer_lost(self: Client, key: str, pieces: Any, **size: Any) -> None:
+        await put(self, key, pieces, **size)
         if key.endswith("index.json"):
             raise TierUnavailable("no answer")
 
