@@ -21,6 +21,7 @@ torch = require("torch")
 lightning = lazily("lightning")
 program = lazily("integrations.lightning_program")
 ranks_program = lazily("integrations.lightning_ranks_program")
+named_steps = lazily("tieredckpt.integrations.named_steps")
 
 pytestmark = [
     pytest.mark.timeout(4 * SOON),
@@ -94,21 +95,44 @@ def test_what_lightning_names_is_there_and_what_it_removes_is_gone(tmp_path: Pat
     store.close()
 
 
-def test_a_file_whose_step_was_saved_again_by_another_training_says_so(tmp_path: Path, shared_memory: Path) -> None:
+def test_a_later_training_over_the_same_store_replaces_no_step(
+    tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def saved(value: float) -> dict[str, Any]:
+        return {"global_step": 1, "w": torch.full((3,), value)}
+
+    old, final, new = (tmp_path / name / "step=1.ckpt" for name in ("old", "final", "new"))
     io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
-    old, new = tmp_path / "old" / "step=1.ckpt", tmp_path / "new" / "step=1.ckpt"
-    io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, old)
+    io.save_checkpoint(saved(1.0), old)
     assert torch.equal(io.load_checkpoint(old, map_location="cpu")["w"], torch.ones(3))
+    io.teardown()
+    io.save_checkpoint(saved(1.0), final)  # as after fit: the same weights, and both paths mean them
+    assert not caplog.records
     io._opened().store.close()
     io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
-    io.save_checkpoint({"global_step": 1, "w": torch.full((3,), 2.0)}, new)
-    with pytest.raises(NotFound, match="or a later training saved the step again"):
-        io.load_checkpoint(old)
-    for path in (old, new):
-        io.remove_checkpoint(path)
-        assert not path.exists()
+    io.save_checkpoint(saved(2.0), new)
+    assert "the store has a step 1 already, of an earlier training" in caplog.text
+    for path, value in ((old, 1.0), (final, 1.0), (new, 2.0)):
+        assert torch.equal(io.load_checkpoint(path)["w"], saved(value)["w"])
+    for path in (old, final):
+        path.rename(path.with_suffix(".moved"))
+    io.save_checkpoint(saved(3.0), tmp_path / "third.ckpt")
+    assert torch.equal(io.load_checkpoint(tmp_path / "third.ckpt")["w"], saved(3.0)["w"])
+    assert torch.equal(io.load_checkpoint(old.with_suffix(".moved"))["w"], torch.ones(3))
+    io._opened().store.close()
+
+
+def test_a_file_whose_step_the_store_has_not_says_so(tmp_path: Path, shared_memory: Path) -> None:
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    for step in (1, 2):
+        io.save_checkpoint({"global_step": step, "w": torch.ones(3)}, tmp_path / f"{step}.ckpt")
+    io.teardown()
+    io._opened().store.delete(1)
+    with pytest.raises(NotFound, match=r"1\.ckpt names step 1 \(serial 1\), which the store does not have"):
+        io.load_checkpoint(tmp_path / "1.ckpt")
+    io.remove_checkpoint(tmp_path / "1.ckpt")
     with pytest.raises(FileNotFoundError):
-        io.load_checkpoint(new)
+        io.load_checkpoint(tmp_path / "1.ckpt")
     io._opened().store.close()
 
 
@@ -165,7 +189,18 @@ def test_sharded_checkpoints_are_loaded_by_another_number_of_ranks(
         before = told[0]["ended"]
         assert told[0]["names"][-1] == "last.ckpt"
         assert len(told[0]["names"]) == 2
+    other = arguments | {name: str(tmp_path / "other" / name) for name in ("named", "weights")}
+    children = ranks(start, 2, ranks_program.train, other | {"epochs": 1}, 2)  # anew, and in the same store
+    assert [child.result()["loaded"] for child in children] == [None] * 2
+    for path in (tmp_path / "other" / "named").iterdir():
+        assert (path / "meta.pt").exists()  # a sharded checkpoint of Lightning's own
+    children = ranks(start, 2, ranks_program.train, other | {"epochs": 2}, 2)
+    assert all(child.result()["loaded"] for child in children)
+    assert all(path.is_file() for path in (tmp_path / "other" / "named").iterdir())
     with CheckpointStore.open(tmp_path / "disk", read_only=True).sync() as store:
+        assert {info.step: info.serial for info in store.steps()}.items() >= {
+            named_steps.meant_by(path)[:2] for path in (tmp_path / "named").iterdir()
+        }
         (step,) = store.all_steps()[-1:]
         arrays = [array.key for array in store.describe(step).arrays]
         assert arrays[0] == "state_dict/net.0.weight"

@@ -24,6 +24,7 @@ import optree
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback
@@ -147,11 +148,20 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} takes no storage_options: the store's configuration says it all")
         path = self.broadcast(filepath)
-        step = _step_of(checkpoint, path)
+        step, steps = _step_of(checkpoint, path), self._opened()
+        if self.broadcast(self.is_global_zero and steps.is_of_an_earlier_fit(step)):
+            if self.is_global_zero:
+                steps.warn_of_an_earlier_fit(step, path)
+                steps.remove(path)
+            self.barrier()
+            super().save_checkpoint(checkpoint, path)
+            return
+        if self.is_global_zero and _is_sharded_checkpoint(Path(path)):  # where the file that names the step will lie
+            super().remove_checkpoint(path)
         names = frozenset(checkpoint)
         if not self.is_global_zero:  # of what is no shard, one rank's is saved
             checkpoint = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
-        self._opened().save(step, checkpoint, path, rank=self.global_rank, names=names)
+        steps.save(step, checkpoint, path, rank=self.global_rank, names=names)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None

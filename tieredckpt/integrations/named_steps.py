@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class Meant(NamedTuple):
 
 @dataclass
 class _Saved:
-    """A step that this fit saved: another fit may save other weights under the same number."""
+    """The save of a step that its paths mean."""
 
     serial: int
     names: frozenset[str]
@@ -77,21 +77,21 @@ class NamedSteps:
             names: of the parts of the checkpoint, if this rank does not have all of them.
 
         Returns:
-            False for a checkpoint that is neither more nor a part of what was saved as this step, or has other tensors
-            in a part: it is not saved.
+            False for a checkpoint that is neither more nor a part of what was saved as this step, by this fit or an
+            earlier one, or has other tensors in a part: it is not saved. Of several ranks, `is_of_an_earlier_fit` tells
+            before.
         """
         names = frozenset(checkpoint) if names is None else names
-        before = self._saved.get(step)
+        before = self._saved.get(step) if rank is not None else self._before(step)
         if before is not None:
             before.paths = {each: has for each, has in before.paths.items() if meant_by(each) or rank}
-            if rank is None and before.names - names and not (names < before.names and self._same(step, checkpoint)):
+            if rank is None and not self._fits(step, before, checkpoint, str(path)):
+                if step not in self._saved:
+                    self.warn_of_an_earlier_fit(step, path)
                 return False
             if names < before.names:
                 self._name(step, before, str(path), names, rank)
                 return True
-            others = before.paths.keys() - {str(path)}
-            if rank is None and others and not self._same(step, {name: checkpoint[name] for name in before.names}):
-                return False
         paths = {**({} if before is None else before.paths), str(path): names}
         tree = dict(checkpoint) if rank else {**checkpoint, PATHS: list(paths)}
         try:
@@ -106,6 +106,51 @@ class NamedSteps:
         self._saved[step] = _Saved(saved.step.serial, names, paths)
         self._name(step, self._saved[step], str(path), names, rank)
         return True
+
+    def is_of_an_earlier_fit(self, step: int) -> bool:
+        """Whether the store has a save of this number that this fit did not make."""
+        return step not in self._saved and any(info.step == step and info.tiers for info in self.store.steps())
+
+    def warn_of_an_earlier_fit(self, step: int, path: str | os.PathLike[str]) -> None:
+        _log.warning(
+            "%s is not in the store but written by the framework itself: the store has a step %d already, of an "
+            "earlier training. Give each training a store of its own, or delete the steps that nobody needs",
+            *(path, step),
+        )
+
+    def _before(self, step: int) -> _Saved | None:
+        """The save of a step by this fit or, without what does not name it any more, by an earlier one."""
+        if not self.is_of_an_earlier_fit(step):
+            return self._saved.get(step)
+        try:
+            found = self.store.restore(step, as_="specs", resume=False)
+            serial, named = self._named(step)
+        except TieredCkptError:
+            return _Saved(0, frozenset(), {})  # of which nothing is known
+        names = frozenset(() if found is None else found.tree) - {PATHS}
+        paths = {path: names if meant.only is None else frozenset(meant.only) for path, meant in named.items()}
+        return _Saved(serial, names, paths)
+
+    def _named(self, step: int, paths: Collection[str] = ()) -> tuple[int, dict[str, Meant]]:
+        """Serial of the save that the store gives for a step, and the files that name that save: of ``paths``, of those
+        that the step lists, and of those that these list. Raises as ``describe``.
+        """
+        found = self.store.describe(step, keys=[PATHS])
+        listed = {*paths, *map(str, found.scalars.values())}
+        listed.update(*(meant.paths for each in listed if (meant := meant_by(each))))
+        serial = found.info.serial
+        return serial, {each: meant for each in listed if (meant := meant_by(each)) and meant[:2] == (step, serial)}
+
+    def _fits(self, step: int, before: _Saved, checkpoint: Mapping[str, Any], path: str) -> bool:
+        """Whether a checkpoint is a part of the save before, or can replace it and leave the other paths their
+        tensors.
+        """
+        if step not in self._saved and not before.paths:
+            return False  # files that the step does not list may name parts of it
+        if before.names - checkpoint.keys():
+            return checkpoint.keys() < before.names and self._same(step, checkpoint)
+        others = before.paths.keys() - {path}
+        return not others or self._same(step, {name: checkpoint[name] for name in before.names})
 
     def _same(self, step: int, checkpoint: Mapping[str, Any]) -> bool:
         """Whether the tensors of a checkpoint are those of the step, which a callback may have replaced in it."""
@@ -138,8 +183,8 @@ class NamedSteps:
         if found is None or found.serial != meant.serial:
             raise NotFound(
                 f"{path} names step {meant.step} (serial {meant.serial}), which the store does not have any more: its "
-                f'retention took it (set retain = "all"; Lightning removes what it does not need), or a later training '
-                f"saved the step again"
+                f'retention took it (set retain = "all"; Lightning removes what it does not need), or another '
+                f"program saved the step again"
             )
         return [name for name in found.tree if meant.only is None or name in meant.only]
 
@@ -167,10 +212,8 @@ class NamedSteps:
         """Delete the removed steps that the store can do without by now: those that are followed by one as safe."""
         for (step, serial), paths in sorted(self._removed.items()):
             try:
-                found = self.store.describe(step, keys=[PATHS])
-                also = (str(each) for each in found.scalars.values())
-                named = any((meant := meant_by(each)) and meant[:2] == (step, serial) for each in (*paths, *also))
-                if found.info.serial == serial and not named:
+                there, named = self._named(step, paths)
+                if there == serial and not named:
                     self.store.delete(step)
             except NotFound:
                 pass
