@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -133,6 +135,83 @@ def test_a_file_whose_step_the_store_has_not_says_so(tmp_path: Path, shared_memo
     io.remove_checkpoint(tmp_path / "1.ckpt")
     with pytest.raises(FileNotFoundError):
         io.load_checkpoint(tmp_path / "1.ckpt")
+    io._opened().store.close()
+
+
+def rarely_on_disk(tmp_path: Path, ram: Path) -> dict[str, Any]:
+    store = program.store_of(tmp_path, ram)
+    store["tiers"]["disk"]["promote"] = {"kind": "every_n_steps", "n": 2}
+    return store
+
+
+def test_after_the_loss_of_a_node_a_path_means_what_it_named_before(
+    tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    io = program.TieredCheckpointIO(rarely_on_disk(tmp_path, shared_memory / "first"))
+    for step in (1, 2, 3):
+        io.save_checkpoint({"global_step": step, "w": torch.full((3,), float(step))}, tmp_path / "last.ckpt")
+        io.save_checkpoint({"global_step": step, "w": torch.full((3,), float(step))}, tmp_path / f"{step}.ckpt")
+    io.teardown()
+    io._opened().store.close()
+    io = program.TieredCheckpointIO(rarely_on_disk(tmp_path, shared_memory / "of another node"))
+    assert io.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 2
+    assert "last.ckpt names step 3, which the store does not have: it takes step 2" in caplog.text
+    with pytest.raises(NotFound, match=r"3\.ckpt names step 3"):
+        io.load_checkpoint(tmp_path / "3.ckpt")
+    io._opened().store.close()
+
+
+def test_the_checkpoint_before_slurm_ends_the_job_outlives_the_node(tmp_path: Path, shared_memory: Path) -> None:
+    io = program.TieredCheckpointIO(rarely_on_disk(tmp_path, shared_memory / "first"))
+    io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, tmp_path / "last.ckpt")
+    io.save_checkpoint({"global_step": 3, "w": torch.zeros(3)}, tmp_path / "hpc_ckpt_1.ckpt")
+    assert io._opened().store.where(1) == ("ram",)
+    assert "disk" in io._opened().store.where(3)
+    io._opened().store.close()
+
+
+def test_hyperparameters_that_no_store_takes_are_left_out_and_told_once(
+    tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    given = {"hyper_parameters": {"rate": 0.1, "loss": torch.nn.MSELoss()}, "hparams_type": dict, "w": torch.ones(3)}
+    for step in (1, 2):
+        io.save_checkpoint({"global_step": step, **given}, tmp_path / f"{step}.ckpt")
+    found = io.load_checkpoint(tmp_path / "2.ckpt")
+    assert found["hyper_parameters"] == {"rate": 0.1}
+    assert "hparams_type" not in found
+    told = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    assert sorted(message.partition(",")[0] for message in told) == ["hparams_type", "hyper_parameters/loss"]
+    with pytest.raises(Invalid, match="callbacks/mine"):  # a state is never left out
+        io.save_checkpoint({"global_step": 3, "callbacks": {"mine": object()}}, tmp_path / "3.ckpt")
+    io._opened().store.close()
+
+
+def test_a_path_on_an_object_store_is_refused(tmp_path: Path, shared_memory: Path) -> None:
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    with pytest.raises(Invalid, match=r"s3://bucket/run/1\.ckpt.*as a tier"):
+        io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, "s3://bucket/run/1.ckpt")
+
+
+def test_a_step_stays_whose_names_cannot_be_read(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    for path in ("1.ckpt", "also.ckpt"):
+        io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, tmp_path / path)
+    io.save_checkpoint({"global_step": 2, "w": torch.ones(3)}, tmp_path / "2.ckpt")
+    io.teardown()
+    read = open
+
+    def stale(path: Any, *arguments: Any, **options: Any) -> Any:
+        if Path(path).name == "also.ckpt":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return read(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(named_steps, "open", stale, raising=False)
+        io.remove_checkpoint(tmp_path / "1.ckpt")
+    assert torch.equal(io.load_checkpoint(tmp_path / "also.ckpt")["w"], torch.ones(3))
     io._opened().store.close()
 
 

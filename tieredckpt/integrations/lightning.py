@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tieredckpt import CheckpointStore, Invalid, StoreConfig, SyncStore
 from tieredckpt.config import load
 from tieredckpt.integrations.dcp import TieredReader
-from tieredckpt.integrations.named_steps import PATHS, NamedSteps, meant_by
+from tieredckpt.integrations.named_steps import PATHS, NamedSteps, check_local, meant_by
 
 __all__ = ["RandomState", "TieredCheckpointIO", "TieredModelParallelStrategy"]
 
@@ -75,8 +75,9 @@ class TieredCheckpointIO(CheckpointIO):
     ) -> None:
         if storage_options is not None:
             raise TypeError("TieredCheckpointIO takes no storage_options: the store's configuration says where and how")
+        check_local(path)
         steps = self._opened()
-        if not steps.save(_step_of(checkpoint, path), checkpoint, path):
+        if not steps.save(_step_of(checkpoint, path), steps.storable(checkpoint), path):
             steps.remove(path)  # a file that names another step would leave that step nameless
             TorchCheckpointIO().save_checkpoint(checkpoint, path)
 
@@ -94,6 +95,7 @@ class TieredCheckpointIO(CheckpointIO):
             found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, True)
             return found
         steps = self._opened()
+        meant = steps.there(path, meant)
         names = steps.look_up(path, meant)
         keys = None if meant.only is None else names
         restored = steps.store.restore(meant.step, keys=keys, as_="saved", resume=resume)
@@ -148,6 +150,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} takes no storage_options: the store's configuration says it all")
         path = self.broadcast(filepath)
+        check_local(path)
         step, steps = _step_of(checkpoint, path), self._opened()
         if self.broadcast(self.is_global_zero and steps.is_of_an_earlier_fit(step)):
             if self.is_global_zero:
@@ -158,6 +161,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
             return
         if self.is_global_zero and _is_sharded_checkpoint(Path(path)):  # where the file that names the step will lie
             super().remove_checkpoint(path)
+        checkpoint = steps.storable(checkpoint)
         names = frozenset(checkpoint)
         if not self.is_global_zero:  # of what is no shard, one rank's is saved
             checkpoint = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
@@ -170,7 +174,9 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         if meant is None:
             found: dict[str, Any] = super().load_checkpoint(path, True)
             return found
-        steps, step = self._opened(), meant.step
+        steps = self._opened()
+        meant = self.broadcast(steps.there(path, meant) if self.is_global_zero else None)
+        step = meant.step
         names = steps.look_up(path, meant)
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
         if self.optimizers and "optimizer_states" in names:

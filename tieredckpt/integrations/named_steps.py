@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tieredckpt import NoSpace, NotFound, SyncStore, TieredCkptError, TierUnavailable
+from tieredckpt import Invalid, NoSpace, NotFound, SyncStore, TieredCkptError, TierUnavailable
 
-__all__ = ["PATHS", "Meant", "NamedSteps", "meant_by"]
+__all__ = ["PATHS", "Meant", "NamedSteps", "check_local", "meant_by"]
 
 _log = logging.getLogger("tieredckpt")
 _STEP = "tieredckpt"
 """Prefix of the files that name a step."""
 _LARGEST = 1 << 20
 """Bytes of such a file at most."""
+_HYPERPARAMETERS = frozenset({"hyper_parameters", "datamodule_hyper_parameters", "hparams_type"})
+"""Parts of Lightning's checkpoints that are no state."""
+_LAST_BEFORE_THE_END = re.compile(r"hpc_ckpt_\d+\.ckpt")
+"""Name of the checkpoint that Lightning saves when Slurm warns that the job ends, to go on from in the next one."""
 PATHS = "named_at"
 """The key in the tree of a step that is not the framework's: the paths at which it is named."""
 
@@ -53,6 +59,8 @@ class NamedSteps:
     def __init__(self, store: SyncStore) -> None:
         self.store = store
         self._saved: dict[int, _Saved] = {}
+        self._left_out: set[str] = set()
+        """Hyperparameters of which a warning was given."""
         self._removed: dict[tuple[int, int], set[str]] = {}
         """Steps, with their serials, of which a name was removed, and that the store has not deleted yet; with the
         paths at which each was named too."""
@@ -103,8 +111,46 @@ class NamedSteps:
         if saved.skipped:
             _log.warning("step %d was not saved, %s does not name it: %s", step, path, saved.skipped)
             return True
+        if _LAST_BEFORE_THE_END.fullmatch(Path(path).name) and not rank:
+            self._secure(step)
         self._saved[step] = _Saved(saved.step.serial, names, paths)
         self._name(step, self._saved[step], str(path), names, rank)
+        return True
+
+    def _secure(self, step: int) -> None:
+        """Wait until a tier that outlives this node has the step."""
+        tier = next((info.name for info in self.store.tier_infos() if info.survives != "process"), None)
+        try:
+            if tier is not None:
+                self.store.promote(step, tier)
+        except TieredCkptError as error:
+            _log.warning("step %d, the last before this job ends, is in RAM alone: %s", step, error)
+
+    def storable(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The checkpoint without those of its hyperparameters that cannot be stored, such as objects of other programs:
+        Lightning pickles them, no training needs them to go on, and a warning names them once.
+        """
+        kept = dict(checkpoint)
+        for part in _HYPERPARAMETERS & kept.keys():
+            value = kept[part]
+            if isinstance(value, Mapping):
+                kept[part] = {key: each for key, each in value.items() if self._is_storable(f"{part}/{key}", each)}
+            elif not self._is_storable(part, value):
+                del kept[part]
+        return kept
+
+    def _is_storable(self, name: str, value: Any) -> bool:
+        try:
+            self.store.prepare({"value": value})
+        except Invalid:
+            if name not in self._left_out:
+                self._left_out.add(name)
+                _log.warning(
+                    "%s, a %s, is left out of the checkpoints, for no store takes it: pass what it is made of to "
+                    "save_hyperparameters, or let it ignore that argument",
+                    *(name, type(value).__name__),
+                )
+            return False
         return True
 
     def is_of_an_earlier_fit(self, step: int) -> bool:
@@ -133,13 +179,15 @@ class NamedSteps:
 
     def _named(self, step: int, paths: Collection[str] = ()) -> tuple[int, dict[str, Meant]]:
         """Serial of the save that the store gives for a step, and the files that name that save: of ``paths``, of those
-        that the step lists, and of those that these list. Raises as ``describe``.
+        that the step lists, and of those that these list. Raises as ``describe``, and `TierUnavailable` where a file
+        cannot be read.
         """
         found = self.store.describe(step, keys=[PATHS])
         listed = {*paths, *map(str, found.scalars.values())}
-        listed.update(*(meant.paths for each in listed if (meant := meant_by(each))))
+        listed.update(*(meant.paths for each in listed if (meant := _meant_for_sure(each))))
+        meant_at = {each: meant for each in listed if (meant := _meant_for_sure(each))}
         serial = found.info.serial
-        return serial, {each: meant for each in listed if (meant := meant_by(each)) and meant[:2] == (step, serial)}
+        return serial, {each: meant for each, meant in meant_at.items() if meant[:2] == (step, serial)}
 
     def _fits(self, step: int, before: _Saved, checkpoint: Mapping[str, Any], path: str) -> bool:
         """Whether a checkpoint is a part of the save before, or can replace it and leave the other paths their
@@ -170,6 +218,25 @@ class NamedSteps:
         if before is not None and before.step != step:  # as when Lightning writes over a file
             self._removed.setdefault((before.step, before.serial), set()).update(before.paths)
         self._delete()
+
+    def there(self, path: str | os.PathLike[str], meant: Meant) -> Meant:
+        """``meant``, or what ``path`` named last before it, if the store has lost that save: with its node, before a
+        slower tier had it. Of several ranks, one asks.
+        """
+        held = {(info.step, info.serial): info for info in self.store.steps() if info.tiers}
+        if meant[:2] in held or not all(tier.healthy for tier in self.store.tier_infos()):
+            return meant
+        before = [info for info in held.values() if info.serial < meant.serial and not info.off_branch]
+        for info in sorted(before, key=lambda info: info.serial, reverse=True):
+            with suppress(TieredCkptError):
+                listed = self.store.describe(info.step, keys=[PATHS], serial=info.serial).scalars.values()
+                if os.path.abspath(path) in map(os.path.abspath, map(str, listed)):
+                    _log.warning(
+                        "%s names step %d, which the store does not have: it takes step %d, which it named before",
+                        *(path, meant.step, info.step),
+                    )
+                    return meant._replace(step=info.step, serial=info.serial)
+        return meant
 
     def look_up(self, path: str | os.PathLike[str], meant: Meant) -> list[str]:
         """The parts that ``path`` names of its step; a call of all ranks.
@@ -238,19 +305,42 @@ def _equal(stored: Any, live: Any) -> bool:
     )
 
 
+def check_local(path: str | os.PathLike[str]) -> None:
+    """Raise `Invalid` for a URL, where no file that names a step can lie."""
+    if "://" in str(path):
+        raise Invalid(
+            f"{path}: the files that name steps lie in a folder that all nodes see, and no URL is one; give such a "
+            f"folder as dirpath or default_root_dir, and the object store as a tier"
+        )
+
+
 def _name(path: str, meant: Meant) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(f"{path}.{os.getpid()}.tmp")
+    unfinished = Path(f"{path}.tmp")  # by one process, which writes over what one that was killed has left
     unfinished.write_text(json.dumps({_STEP: meant._asdict()}) + "\n")
     unfinished.replace(path)
 
 
 def meant_by(path: str | os.PathLike[str]) -> Meant | None:
-    """Read the file at ``path`` that names a step; None if it is missing or not ours."""
+    """Read the file at ``path`` that names a step; None if it is missing, not ours, or cannot be read."""
+    try:
+        return _meant_for_sure(path)
+    except TierUnavailable:
+        return None
+
+
+def _meant_for_sure(path: str | os.PathLike[str]) -> Meant | None:
+    """As `meant_by`, for who deletes what nothing names. Raises `TierUnavailable` where the file cannot be read."""
     try:
         with open(path, "rb") as file:
-            ours = json.loads(file.read(_LARGEST))[_STEP]
+            content = file.read(_LARGEST)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except OSError as error:
+        raise TierUnavailable(f"{path} cannot be read, so it is not known which step it names: {error}") from error
+    try:
+        ours = json.loads(content)[_STEP]
         only = None if ours.get("only") is None else tuple(map(str, ours["only"]))
         return Meant(int(ours["step"]), int(ours["serial"]), only, tuple(map(str, ours.get("paths", ()))))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
