@@ -276,7 +276,7 @@ def digest(state: State) -> str:
 
 def store_in(folder: str, name: str, *, read_only: bool = False) -> Any:
     """RAM of this process, and a folder that outlives it."""
-    ram = {"kind": "ram", "path": f"{folder}/ram/{name}", "capacity": "16 MiB", "on_close": "release"}
+    ram = {"kind": "ram", "capacity": "16 MiB", "on_close": "release"}
     tiers = {"ram": ram, "disk": {"kind": "posix", "path": f"{folder}/{name}"}}
     return CheckpointStore.open({"tiers": tiers}, read_only=read_only).sync()
 

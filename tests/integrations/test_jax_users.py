@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from distributed.launch import SOON
 from support.frameworks import lazily, need_modules, require
 from support.runs import Run, runs_of
-from support.scenes import new_shared_folder
 
 from tieredckpt import Invalid
 
@@ -32,10 +29,8 @@ def on_devices(what: str, folder: Path, devices: int) -> Run:
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    made = new_shared_folder()
-    yield made
-    shutil.rmtree(made)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("users")
 
 
 @pytest.fixture(scope="module")

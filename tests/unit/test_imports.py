@@ -126,6 +126,25 @@ with CheckpointStore.open(dict(tiers=tiers), ranks=None).sync() as store:
     assert done.stdout.split() == []
 
 
+def test_a_store_takes_nothing_of_numpy_that_is_imported_at_its_first_use(tmp_path: Path) -> None:
+    """Threads that meet in such an import, as readers of several steps do, recurse without end (NumPy 2)."""
+    program = f"""
+import sys, numpy as np
+from tieredckpt import CheckpointStore
+sys.modules["numpy.ma"] = None
+for _ in range(2):
+    with CheckpointStore.open_sync({str(tmp_path / "disk")!r}, ranks=None) as store:
+        found = store.restore()
+        number = found.step if found else 0
+        store.save(number + 1, dict(w=np.arange(1 << 20), small=np.zeros(3)))
+        store.flush()
+        assert store.verify(number + 1)
+print(number)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "1\n", done.stderr
+
+
 def test_the_core_loads_no_shipped_policy() -> None:
     _, modules, _ = imported("tieredckpt")
     assert "tieredckpt_policies" not in modules

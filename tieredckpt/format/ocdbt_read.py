@@ -240,7 +240,7 @@ def _leaf(reference: _Reference, read: NodeReader, room: int) -> tuple[list[byte
     sizes = outside.tolist()
     _check_sums(reference, cursor.what, count, reference.length, sum(sizes))
     paths = [file.path for file in files]
-    if any(paths[place] == "" for place in np.unique(places).tolist()):
+    if any(bool((places == place).any()) for place, path in enumerate(paths) if path == ""):
         raise Corrupt(f"{cursor.what}: an extent without a path")
     extents = map(Extent, map(paths.__getitem__, places.tolist()), offsets.tolist(), sizes)
     ends = [0, *accumulate(inside.tolist())]

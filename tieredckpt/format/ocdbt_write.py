@@ -282,7 +282,9 @@ def _leaf(keys: bytes, values: Sequence[Value], columns: _Columns, start: int, e
     inline: Any = values[start:end]
     if extents.stop > first:
         inline = [value for value in inline if isinstance(value, bytes)]
-    used, files = np.unique(columns.files[extents], return_inverse=True)
+    of_extents = columns.files[extents]
+    seen = np.bincount(of_extents) > 0
+    used, files = np.flatnonzero(seen), (np.cumsum(seen) - 1)[of_extents]
     body = (
         b"\0" + file_table([columns.paths[index] for index in used.tolist()]) + varint(end - start),
         keys,

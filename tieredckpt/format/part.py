@@ -287,8 +287,9 @@ def _extents(body: _Body, count: int, where: str) -> tuple[NDArray[np.uint64], I
         raise Corrupt(f"{where}: a chunk lies in a file that is no pack")
     paths = map(body.packs.__getitem__, files.tolist())
     # Most chunks of a step have one length: that is one int and not a million.
-    known = {length: length for length in np.unique(lengths).tolist()}
-    return lengths, map(Extent, paths, offsets.tolist(), map(known.__getitem__, lengths.tolist()))
+    sizes = lengths.tolist()
+    known = dict(zip(sizes, sizes, strict=True))
+    return lengths, map(Extent, paths, offsets.tolist(), map(known.__getitem__, sizes))
 
 
 _DECODER: Final = msgpack_decoder(_Body)
