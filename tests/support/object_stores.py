@@ -196,6 +196,11 @@ class Bucket:
         data: bytes = body.read()
         return data
 
+    def encryption(self, key: str) -> tuple[str | None, str | None]:
+        """How the service encrypts an object, and by which key."""
+        head = self._client.head_object(Bucket=BUCKET, Key=self._name(key))
+        return head.get("ServerSideEncryption"), head.get("SSEKMSKeyId")
+
     def sizes(self) -> dict[str, int]:
         """The size of every object."""
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{self._prefix}/")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from support.frameworks import require
-from support.object_stores import Place
+from support.object_stores import REAL, Place
 from support.proxy import Fault, Proxy, deny, internal_error, late, lose_reply, slow_down
 
 require("obstore")
@@ -52,6 +52,24 @@ async def test_parts_that_fail_or_are_to_wait_are_sent_again(
     await store.put_stream("large", pieces(40 * MIB))
     assert s3_place.bucket.read("large") == whole(40 * MIB)
     assert between.count["PUT"] == 3 + 4
+
+
+async def test_the_environment_says_how_objects_are_encrypted_whether_or_not_they_are_streamed(
+    s3_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if s3_place.server == REAL:
+        pytest.skip("it has no such key")
+    by_key = "aws:kms", "arn:aws:kms:eu-west-1:123456789012:key/1"
+    for name, value in zip(("AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID"), by_key, strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "sha256")
+    store = await S3.open(S3Tier(name="s3", **s3_place.tier()))
+    assert isinstance(store, ObjectStore)
+    await store.put("small", [b"x"])
+    await store.put_stream("large", pieces(40 * MIB))
+    assert s3_place.bucket.encryption("small") == s3_place.bucket.encryption("large") == by_key
+    assert s3_place.bucket.read("large") == whole(40 * MIB)
+    await store.close()
 
 
 async def test_parts_grow_with_an_object_of_known_length(
