@@ -12,6 +12,7 @@ from support.scenes import config, folder, ram
 torch = pytest.importorskip("torch")
 
 from tieredckpt import CheckpointStore, Invalid, SyncStore
+from tieredckpt.integrations import _module_state
 from tieredckpt.integrations.torch import TrainingState
 
 
@@ -105,6 +106,14 @@ def test_what_a_module_does_not_take_must_be_what_it_has(store: SyncStore) -> No
     other, _ = finetuned(Linear4bit(0.25))
     with pytest.raises(Invalid, match=r"part 'model': .* for 'base\.weight\.quant_state\.bitsandbytes__nf4'"):
         TrainingState(model=other).restore(store)
+
+
+def test_fsdp1_is_refused_and_pointed_to_fsdp2(store: SyncStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs an accelerator, so that another class takes its place."""
+    monkeypatch.setattr(_module_state, "FullyShardedDataParallel", torch.nn.Bilinear)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Bilinear(2, 2, 2))
+    with pytest.raises(Invalid, match=r"FSDP1.*fully_shard"):
+        TrainingState(model=model).save(store, 1)
 
 
 class History(torch.nn.Linear):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import OptimizedModule
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from tieredckpt import AS_SAVED, Invalid
@@ -56,6 +57,11 @@ def load_module_state(name: str, module: torch.nn.Module, stored: Mapping[str, A
 
 
 def _state(module: torch.nn.Module) -> dict[str, Any]:
+    if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+        raise Invalid(
+            "FullyShardedDataParallel (FSDP1) gathers its whole state on every rank; take `fully_shard` (FSDP2), of "
+            "which each rank saves its own shards"
+        )
     with torch.no_grad():
         return dict(module.state_dict())
 
