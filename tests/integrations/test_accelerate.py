@@ -129,6 +129,42 @@ def _load(folder: Path, ram: Path) -> list[Any]:
     return sampled(folder, ram, save=False)
 
 
+class Counted:
+    """A registered object, of which each process has its own."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def _registered(folder: Path, ram: Path) -> list[Any]:
+    tiers = {"ram": {"kind": "ram", "path": str(ram)}, "disk": {"kind": "posix", "path": str(folder / "disk")}}
+    accelerator = accelerate.Accelerator(cpu=True)
+    mine = Counted(10 + accelerator.process_index)
+    accelerator.register_for_checkpointing(mine)
+    with CheckpointStore.open_sync({"tiers": tiers}, ranks="auto") as store:
+        integration.save_state(accelerator, store, 1).reached("disk")
+        mine.number = 0
+        assert integration.load_state(accelerator, store) == 1
+        found = [mine.number, store.where(1)]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return found
+
+
+def test_of_registered_objects_that_differ_the_first_ones_is_saved(
+    start: Start, tmp_path: Path, shared_memory: Path
+) -> None:
+    told = [child.result() for child in ranks(start, 2, _registered, tmp_path, shared_memory / "ram")]
+    assert [number for number, _ in told] == [10, 10]
+    assert all("disk" in where for _, where in told)
+
+
 def test_seeds_of_samplers_come_back_on_any_number_of_processes(
     start: Start, tmp_path: Path, shared_memory: Path
 ) -> None:

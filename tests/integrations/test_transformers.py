@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,58 @@ def test_where_the_store_has_no_step_of_the_folders_no_training_begins_anew(
         with pytest.raises(NotFound, match="the store has none of their steps"):
             program.trainer_of(tmp_path, store).train(resume_from_checkpoint=True)
         assert program.trainer_of(tmp_path / "new", store)._newest_whole() is None
+
+
+def rarely_on_disk(folder: Path, ram: Path) -> Any:
+    tiers = {
+        "ram": {"kind": "ram", "path": str(ram)},
+        "disk": {"kind": "posix", "path": str(folder / "disk"), "promote": {"kind": "every_n_steps", "n": 100}},
+    }
+    return CheckpointStore.open({"tiers": tiers}).sync()
+
+
+def test_the_checkpoint_that_sigterm_asks_for_outlives_the_node(tmp_path: Path, shared_memory: Path) -> None:
+    with rarely_on_disk(tmp_path, shared_memory / "ram") as store:
+        trainer = program.trainer_of(tmp_path, store, enable_jit_checkpoint=True, max_steps=20, save_steps=2)
+        manager = next(each.jit_manager for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager"))
+        asked = trainer.callback_handler.on_step_end
+
+        def at_the_third(args: Any, state: Any, control: Any) -> Any:
+            manager.is_checkpoint_requested = state.global_step == 3  # as its handler of SIGTERM does, seconds later
+            return asked(args, state, control)
+
+        trainer.callback_handler.on_step_end = at_the_third
+        trainer.train()
+        assert trainer.state.global_step == 3
+        assert store.where(2) == ("ram",)
+        assert "disk" in store.where(3)
+
+
+class Hub:
+    """In the place of Hugging Face's: what was in the folders that were pushed."""
+
+    def __init__(self) -> None:
+        self.pushed: list[set[str]] = []
+
+    def create_repo(self, name: str, **_: Any) -> Any:
+        return types.SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, *, folder_path: str, **_: Any) -> Any:
+        self.pushed.append({path.name for path in Path(folder_path).iterdir()})
+        return types.SimpleNamespace(done=lambda: True, result=lambda: None)
+
+
+def test_a_model_is_pushed_with_each_checkpoint(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    with program.store_of(tmp_path, shared_memory / "ram") as store:
+        trainer = program.trainer_of(tmp_path, store, push_to_hub=True, max_steps=4, save_steps=2)
+        monkeypatch.setattr(trainer, "create_model_card", lambda **_: None)
+        trainer.train()
+    assert len(hub.pushed) >= 2
+    assert all("model.safetensors" in pushed for pushed in hub.pushed)
 
 
 def test_a_failing_tier_ends_no_training(tmp_path: Path, shared_memory: Path, faults: FaultyTiers) -> None:

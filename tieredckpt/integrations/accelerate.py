@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from tieredckpt import Invalid, SyncCheckpoint, SyncStore
 from tieredckpt.integrations.torch import TrainingState
@@ -75,6 +75,19 @@ class _Position:
         self._loader.base_dataloader.state_dict()  # makes its iterator now, and not after the random numbers are set
 
 
+class _OfFirst:
+    """A registered object: of all processes the first one's is saved, as the Accelerator does."""
+
+    def __init__(self, custom: Any) -> None:
+        self._custom = custom
+
+    def state_dict(self) -> Any:
+        return broadcast_object_list([self._custom.state_dict()])[0]
+
+    def load_state_dict(self, state: Any) -> None:
+        self._custom.load_state_dict(state)
+
+
 def _refuse(accelerator: Any) -> None:
     """Raise `Invalid` for engines that keep the state of model and optimizer to themselves."""
     kind = accelerator.distributed_type
@@ -100,7 +113,7 @@ def _state_of(accelerator: Any) -> TrainingState:
         ("scheduler", accelerator._schedulers),
         ("position", list(map(_Position, loaders))),
         ("scaler", [] if accelerator.scaler is None else [accelerator.scaler]),
-        ("custom", accelerator._custom_objects),
+        ("custom", list(map(_OfFirst, accelerator._custom_objects))),
     ):
         parts |= {f"{name}_{i}": each for i, each in enumerate(found)}
     return TrainingState(per_rank=[name for name in parts if name.startswith("position_")], **parts)

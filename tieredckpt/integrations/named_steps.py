@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tieredckpt import Invalid, NoSpace, NotFound, SyncStore, TieredCkptError, TierUnavailable
+from tieredckpt.integrations._last_step import outlive_node
 
 __all__ = ["PATHS", "Meant", "NamedSteps", "check_local", "meant_by"]
 
@@ -112,19 +113,10 @@ class NamedSteps:
             _log.warning("step %d was not saved, %s does not name it: %s", step, path, saved.skipped)
             return True
         if _LAST_BEFORE_THE_END.fullmatch(Path(path).name) and not rank:
-            self._secure(step)
+            outlive_node(self.store, step)
         self._saved[step] = _Saved(saved.step.serial, names, paths)
         self._name(step, self._saved[step], str(path), names, rank)
         return True
-
-    def _secure(self, step: int) -> None:
-        """Wait until a tier that outlives this node has the step."""
-        tier = next((info.name for info in self.store.tier_infos() if info.survives != "process"), None)
-        try:
-            if tier is not None:
-                self.store.promote(step, tier)
-        except TieredCkptError as error:
-            _log.warning("step %d, the last before this job ends, is in RAM alone: %s", step, error)
 
     def storable(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """The checkpoint without those of its hyperparameters that cannot be stored, such as objects of other programs:

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import HubStrategy, sort_checkpoints
 
 from tieredckpt import SyncStore
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
+from tieredckpt.integrations._last_step import outlive_node
 from tieredckpt.integrations._module_state import load_module_state, module_targets
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 from tieredckpt.integrations._trainer_folders import folders_of, mean_save, save_meant, store_meant
@@ -95,6 +96,8 @@ class TieredTrainerMixin(_Base):
         serial = self._saved(step)
         if serial is None:
             return
+        if self.args.enable_jit_checkpoint and self.control.should_training_stop and self.is_world_process_zero():
+            outlive_node(self._store, step)  # SIGTERM came, or the training ends
         if self.args.should_save:
             folder, store = run / f"checkpoint-{step}", None
             try:
@@ -213,6 +216,13 @@ class TieredTrainerMixin(_Base):
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self._saving:
             super().save_model(output_dir, _internal_call)
+
+    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        """What is pushed is ``output_dir`` with the files of the model, which the folder of a checkpoint has not."""
+        wanted = self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END
+        if wanted and (self.args.hub_always_push or not self.push_in_progress or self.push_in_progress.is_done()):
+            self._save(self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         if not self._saving:

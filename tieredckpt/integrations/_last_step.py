@@ -1,0 +1,30 @@
+"""The step that a framework saves because its job is about to end, and goes on from in the next one."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from tieredckpt import SyncStore, TieredCkptError
+
+__all__ = ["outlive_node"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+def outlive_node(store: SyncStore, step: int) -> None:
+    """Return when a tier that outlives this node has the step; what keeps it from that is a warning.
+
+    Of several ranks, the first one calls it.
+    """
+    tier = next((info.name for info in store.tier_infos() if info.survives != "process"), None)
+    if tier is None:
+        _log.warning("step %d, the last before the job ends, is lost with this node: no tier outlives it", step)
+        return
+    with suppress(TieredCkptError):  # of another tier
+        store.flush()  # then all ranks have agreed on it, too
+    try:
+        if tier not in store.where(step):
+            store.promote(step, tier)
+    except TieredCkptError as error:
+        _log.warning("step %d, the last before the job ends, is not on tier %r: %s", step, tier, error)
