@@ -221,15 +221,25 @@ class TrainingState:
             with _naming(name, "tell its state"):
                 live[name] = module_targets(self._parts[name])
         for name in self._names(torch.optim.Optimizer):
-            # torch makes the state of an optimizer that has none yet only where there are no gradients.
-            self._parts[name].zero_grad(set_to_none=True)
-            with _naming(name, "be given its state"):
-                live[name] = get_optimizer_state_dict(self._owner(name), self._parts[name])
             # What there is to be known of a group may change from one version, or one setting, to the next.
-            live[name]["param_groups"] = AS_SAVED
-            stored = state_of.get(name, {})
-            live[name]["state"] = {key: value for key, value in live[name]["state"].items() if key in stored}
+            live[name] = {"state": self._states(name, state_of.get(name, {})), "param_groups": AS_SAVED}
         return live
+
+    def _states(self, name: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Targets in the state of an optimizer, by parameter; `AS_SAVED` for what it cannot be given beforehand."""
+        part = self._parts[name]
+        # torch makes the state of an optimizer that has none yet only where there are no gradients.
+        part.zero_grad(set_to_none=True)
+        owner, settings = self._owner(name), [dict(group) for group in part.param_groups]
+        try:
+            made = get_optimizer_state_dict(owner, part)["state"]
+        except Exception as error:  # of its step: it needs the closure of the training, or other gradients than zeros
+            _log.debug("part %r: its state comes as it was saved: %s", name, error)
+            for group, before in zip(part.param_groups, settings, strict=True):
+                group.update(before)
+            part.zero_grad(set_to_none=True)
+            return dict.fromkeys(stored, AS_SAVED)
+        return {key: AS_SAVED if _grows(state) else state for key, state in made.items() if key in stored}
 
     def _names(self, kind: type) -> list[str]:
         return [name for name, part in self._parts.items() if isinstance(part, kind)]
@@ -273,7 +283,8 @@ class TrainingState:
             elif isinstance(part, torch.optim.Optimizer):
                 # Which parameters have a state is what the step says, and was matched when it was restored.
                 options = StateDictOptions(strict=False)
-                set_optimizer_state_dict(self._owner(name), part, optim_state_dict=stored, options=options)
+                with _without_steps(part):
+                    set_optimizer_state_dict(self._owner(name), part, optim_state_dict=stored, options=options)
             elif _has_state(part):
                 part.load_state_dict(stored)
             else:
@@ -330,6 +341,11 @@ def _storage(value: Any) -> int:
 def _is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor has its data in others: a DTensor, or a quantized one."""
     return hasattr(tensor, "__tensor_flatten__")
+
+
+def _grows(state: Any) -> bool:
+    """Whether the state of a parameter may have another form after each step, as the history of LBFGS."""
+    return isinstance(state, Mapping) and any(isinstance(value, list | tuple) for value in state.values())
 
 
 def _has_state(part: Any) -> bool:

@@ -1,0 +1,80 @@
+"""Optimizers whose state no step without the training's own can make, or has another form after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.scenes import config, folder, ram
+
+torch = pytest.importorskip("torch")
+
+from tieredckpt import CheckpointStore, Invalid, SyncStore
+from tieredckpt.integrations.torch import TrainingState
+
+
+@pytest.fixture
+def store(shared_memory: Path, tmp_path: Path) -> Iterator[SyncStore]:
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}
+    with CheckpointStore.open(config(tiers)).sync() as opened:
+        yield opened
+
+
+class Sharpness(torch.optim.SGD):
+    """As SAM and others that ask for their closure when they are called without it."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "needs a closure"
+        return super().step(closure)
+
+
+def made(kind: str, seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 4, sparse=kind == "SparseAdam"))
+    if kind != "SparseAdam":
+        model.append(torch.nn.Linear(4, 1))
+    if kind == "Sharpness":
+        return model, Sharpness(model.parameters(), lr=0.1, momentum=0.9)
+    options = {"history_size": 3, "max_iter": 2} if kind == "LBFGS" else {}
+    return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+
+
+def train(model: Any, optimizer: Any, steps: int) -> None:
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (model(torch.arange(6)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "SparseAdam", "Sharpness"])
+@pytest.mark.parametrize("used", [0, 1, 5])
+def test_an_optimizer_that_needs_the_trainings_own_step_goes_on_bit_for_bit(
+    store: SyncStore, kind: str, used: int
+) -> None:
+    model, optimizer = made(kind, 1)
+    train(model, optimizer, 3)
+    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    other, other_optimizer = made(kind, 2)
+    train(other, other_optimizer, used)
+    other_optimizer.param_groups[0]["lr"] = 0.2
+    assert TrainingState(model=other, optimizer=other_optimizer).restore(store) == 1
+    assert other_optimizer.param_groups[0]["lr"] == 0.1
+    for each in ((model, optimizer), (other, other_optimizer)):
+        train(*each, 3)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_a_restore_that_fails_leaves_the_settings_of_such_an_optimizer(store: SyncStore) -> None:
+    model, optimizer = made("SparseAdam", 1)
+    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    model, optimizer = made("Sharpness", 1)
+    with pytest.raises(Invalid, match="does not fit the step"):
+        TrainingState(model=model, optimizer=optimizer).restore(store)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert all(parameter.grad is None for parameter in model.parameters())
