@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import os
 import signal
@@ -129,29 +130,33 @@ def _load(folder: Path, ram: Path) -> list[Any]:
     return sampled(folder, ram, save=False)
 
 
-class Counted:
-    """A registered object, of which each process has its own."""
+class Average:
+    """A registered object that has numbers of each process, and shards of one array."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, process: int) -> None:
+        self.number, self.noise = 10 + process, torch.full((3000,), float(process))
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        whole = torch.arange(4.0)
+        self.shards = torch.distributed.tensor.distribute_tensor(whole, mesh, [torch.distributed.tensor.Shard(0)])
+        self.loaded: dict[str, Any] = {}
 
-    def state_dict(self) -> dict[str, int]:
-        return {"number": self.number}
+    def state_dict(self) -> Any:
+        return collections.OrderedDict(number=self.number, of={"noise": self.noise, "shards": self.shards})
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.number = state["number"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
 
 
 def _registered(folder: Path, ram: Path) -> list[Any]:
     tiers = {"ram": {"kind": "ram", "path": str(ram)}, "disk": {"kind": "posix", "path": str(folder / "disk")}}
     accelerator = accelerate.Accelerator(cpu=True)
-    mine = Counted(10 + accelerator.process_index)
+    mine = Average(accelerator.process_index)
     accelerator.register_for_checkpointing(mine)
     with CheckpointStore.open_sync({"tiers": tiers}, ranks="auto") as store:
         integration.save_state(accelerator, store, 1).reached("disk")
-        mine.number = 0
         assert integration.load_state(accelerator, store) == 1
-        found = [mine.number, store.where(1)]
+        found = [mine.loaded["number"], mine.loaded["of"]["noise"].unique().tolist()]
+        found += [mine.loaded["of"]["shards"].tolist(), store.where(1)]
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return found
@@ -161,8 +166,9 @@ def test_of_registered_objects_that_differ_the_first_ones_is_saved(
     start: Start, tmp_path: Path, shared_memory: Path
 ) -> None:
     told = [child.result() for child in ranks(start, 2, _registered, tmp_path, shared_memory / "ram")]
-    assert [number for number, _ in told] == [10, 10]
-    assert all("disk" in where for _, where in told)
+    for number, noise, shards, where in told:
+        assert (number, noise, shards) == (10, [0.0], [0.0, 1.0, 2.0, 3.0])
+        assert "disk" in where
 
 
 def test_seeds_of_samplers_come_back_on_any_number_of_processes(

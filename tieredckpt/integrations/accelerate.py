@@ -10,11 +10,12 @@ The Accelerator's own methods write pickles and cannot be told to write elsewher
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, gather_object
 
-from tieredckpt import Invalid, SyncCheckpoint, SyncStore
+from tieredckpt import Invalid, Shard, SyncCheckpoint, SyncStore
 from tieredckpt.integrations.torch import TrainingState
 
 __all__ = ["load_state", "save_state"]
@@ -76,16 +77,24 @@ class _Position:
 
 
 class _OfFirst:
-    """A registered object: of all processes the first one's is saved, as the Accelerator does."""
+    """A registered object: of all processes the first one's is saved, as the Accelerator does, and all shards."""
 
-    def __init__(self, custom: Any) -> None:
-        self._custom = custom
+    def __init__(self, custom: Any, *, first: bool) -> None:
+        self._custom, self._first = custom, first
 
     def state_dict(self) -> Any:
-        return broadcast_object_list([self._custom.state_dict()])[0]
+        state = self._custom.state_dict()  # of all processes, which may have to compute it together
+        return state if self._first or not isinstance(state, Mapping) else _shards(state)
 
     def load_state_dict(self, state: Any) -> None:
         self._custom.load_state_dict(state)
+
+
+def _shards(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a process has its part of; a step has the rest from the process that saves it."""
+    nested = {key: _shards(value) for key, value in state.items() if isinstance(value, Mapping)}
+    shards = {key: value for key, value in state.items() if hasattr(value, "to_local") or isinstance(value, Shard)}
+    return shards | {key: value for key, value in nested.items() if value}
 
 
 def _refuse(accelerator: Any) -> None:
@@ -113,7 +122,7 @@ def _state_of(accelerator: Any) -> TrainingState:
         ("scheduler", accelerator._schedulers),
         ("position", list(map(_Position, loaders))),
         ("scaler", [] if accelerator.scaler is None else [accelerator.scaler]),
-        ("custom", list(map(_OfFirst, accelerator._custom_objects))),
+        ("custom", [_OfFirst(each, first=accelerator.is_main_process) for each in accelerator._custom_objects]),
     ):
         parts |= {f"{name}_{i}": each for i, each in enumerate(found)}
     return TrainingState(per_rank=[name for name in parts if name.startswith("position_")], **parts)
