@@ -41,6 +41,13 @@ def made(kind: str, seed: int) -> tuple[Any, Any]:
     return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def train(model: Any, optimizer: Any, steps: int) -> None:
     def closure() -> Any:
         optimizer.zero_grad()
@@ -78,3 +85,28 @@ def test_a_restore_that_fails_leaves_the_settings_of_such_an_optimizer(store: Sy
         TrainingState(model=model, optimizer=optimizer).restore(store)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_such_an_optimizer_of_shards_is_restored_once_it_has_a_state_of_its_own(store: SyncStore) -> None:
+    """Whole tensors, as they would come in the form in which they were saved, do not fit shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = fully_shard(torch.nn.Sequential(torch.nn.Embedding(6, 4), torch.nn.Linear(4, 1)))
+        return model, Sharpness(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, optimizer = sharded(1)
+    train(model, optimizer, 3)
+    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    other, other_optimizer = sharded(2)
+    with pytest.raises(
+        Invalid, match=r"(?s)part 'optimizer' could not be given its state: needs a closure.*make a step"
+    ):
+        TrainingState(model=other, optimizer=other_optimizer).restore(store)
+    train(other, other_optimizer, 1)
+    TrainingState(model=other, optimizer=other_optimizer).restore(store)
+    for each in ((model, optimizer), (other, other_optimizer)):
+        train(*each, 3)
+    assert torch.equal(other[0].weight.full_tensor(), model[0].weight.full_tensor())

@@ -238,6 +238,11 @@ class TrainingState:
             for group, before in zip(part.param_groups, settings, strict=True):
                 group.update(before)
             part.zero_grad(set_to_none=True)
+            if stored and any(hasattr(param, "to_local") for group in part.param_groups for param in group["params"]):
+                raise Invalid(
+                    f"part {name!r} could not be given its state: {error}. With FSDP2 and tensor parallel it must have "
+                    f"one whose shards are filled: make a step of the training, and restore then"
+                ) from error
             return dict.fromkeys(stored, AS_SAVED)
         return {key: AS_SAVED if _grows(state) else state for key, state in made.items() if key in stored}
 
