@@ -108,6 +108,34 @@ def test_what_a_module_does_not_take_must_be_what_it_has(store: SyncStore) -> No
         TrainingState(model=other).restore(store)
 
 
+class Silent(torch.nn.Linear):
+    """Tells nothing of its bias, and takes it."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}bias"]
+
+
+def test_what_a_module_wants_and_does_not_tell_is_named(store: SyncStore) -> None:
+    TrainingState(model=torch.nn.Sequential(Silent(2, 2))).save(store, 1)
+    with pytest.raises(Invalid, match=r"part 'model': the module wants '0\.bias'"):
+        TrainingState(model=torch.nn.Sequential(Silent(2, 2))).restore(store)
+
+
+class Quiet(torch.nn.Linear):
+    """Says nothing of how its loading went, as its own `load_state_dict` may."""
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> None:  # type: ignore[override]
+        super().load_state_dict(*arguments, **options)
+
+
+def test_a_module_that_says_nothing_of_its_loading_is_restored(store: SyncStore) -> None:
+    model, other = Quiet(2, 2), Quiet(2, 2)
+    TrainingState(model=model).save(store, 1)
+    TrainingState(model=other).restore(store)
+    assert torch.equal(other.weight, model.weight)
+
+
 def test_fsdp1_is_refused_and_pointed_to_fsdp2(store: SyncStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs an accelerator, so that another class takes its place."""
     monkeypatch.setattr(_module_state, "FullyShardedDataParallel", torch.nn.Bilinear)

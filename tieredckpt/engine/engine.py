@@ -94,8 +94,9 @@ class Engine:
         self.exporter: Exporter | None = None
         """Exports steps behind the training; None where there are no exports, or another process makes them."""
         self._snapshot = 0
-        self._told_of_ram = False
         """Bytes that a save is known to take."""
+        self._told_of_ram = False
+        """Whether a warning was given that no step is below RAM."""
         self.prepared = False
         """Whether its parts are there; they are made when it starts."""
 

@@ -27,7 +27,8 @@ _UNNAMED = "_checkpoint_wrapped_module."
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
     """The tensors themselves, and extra states, by name."""
-    return {_bare(key, prefixes): value for prefixes in [_prefixes(module)] for key, value in _state(module).items()}
+    prefixes = _prefixes(module)
+    return {_bare(key, prefixes): value for key, value in _state(module).items()}
 
 
 def module_targets(module: torch.nn.Module) -> dict[str, Any]:
@@ -42,11 +43,18 @@ def load_module_state(name: str, module: torch.nn.Module, stored: Mapping[str, A
     Layers of bitsandbytes tell how their weights are quantized, and do not take it: they must be quantized in that way.
 
     Raises:
-        Invalid: the module does not take a key, which is named, and has something else under it.
+        Invalid: the module does not take a key, which is named, and has something else under it; or wants one that it
+            does not tell.
     """
     prefixes = _prefixes(module)
     wrapped = {key: stored[_bare(key, prefixes)] for key in _state(module)}
-    refused = module.load_state_dict(wrapped, strict=False).unexpected_keys
+    outcome = module.load_state_dict(wrapped, strict=False)  # which a module of its own kind may not tell
+    if missing := getattr(outcome, "missing_keys", ()):
+        raise Invalid(
+            f"part {name!r}: the module wants {', '.join(map(repr, missing))}, which its own state does not have, and "
+            f"so no step"
+        )
+    refused = getattr(outcome, "unexpected_keys", ())
     now = _state(module) if refused else {}
     wrong = [_bare(key, prefixes) for key in refused if not _alike(now[key], wrapped[key])]
     if wrong:

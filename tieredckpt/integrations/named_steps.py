@@ -104,18 +104,19 @@ class NamedSteps:
         paths = {**({} if before is None else before.paths), str(path): names}
         tree = dict(checkpoint) if rank else {**checkpoint, PATHS: list(paths)}
         try:
-            saved = self.store.save(step, tree, overwrite=True).saved
+            made = self.store.save(step, tree, overwrite=True)
         except (NoSpace, TierUnavailable) as error:
             _log.warning("step %d was not saved, %s does not name it, training goes on: %s", step, path, error)
             return True
+        saved = made.saved
         assert saved is not None
         if saved.skipped:
             _log.warning("step %d was not saved, %s does not name it: %s", step, path, saved.skipped)
             return True
-        if _LAST_BEFORE_THE_END.fullmatch(Path(path).name) and not rank:
-            outlive_node(self.store, step)
         self._saved[step] = _Saved(saved.step.serial, names, paths)
         self._name(step, self._saved[step], str(path), names, rank)
+        if _LAST_BEFORE_THE_END.fullmatch(Path(path).name) and not rank:
+            outlive_node(self.store, made)
         return True
 
     def storable(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:

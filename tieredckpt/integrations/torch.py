@@ -72,9 +72,7 @@ class TrainingState:
                 )
         for name in per_rank:
             if name not in parts or isinstance(parts[name], torch.nn.Module | torch.optim.Optimizer):
-                raise Invalid(
-                    f"per_rank: {name!r} is no part, or is a module or optimizer, which the ranks have together"
-                )
+                raise Invalid(f"per_rank: {name!r} is no part, or is a module or optimizer, which ranks have together")
         self._rng = rng
         self._parts = parts
         self._of_rank = [name for name, part in parts.items() if isinstance(part, DataLoader) or name in per_rank]
@@ -233,6 +231,8 @@ class TrainingState:
         owner, settings = self._owner(name), [dict(group) for group in part.param_groups]
         try:
             made = get_optimizer_state_dict(owner, part)["state"]
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # of its step: it needs the closure of the training, or other gradients than zeros
             _log.debug("part %r: its state comes as it was saved: %s", name, error)
             for group, before in zip(part.param_groups, settings, strict=True):

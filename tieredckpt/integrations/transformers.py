@@ -93,11 +93,10 @@ class TieredTrainerMixin(_Base):
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         step, run = self.state.global_step, Path(self._get_output_dir(trial))
-        serial = self._saved(step)
-        if serial is None:
+        saved = self._saved(step)
+        if saved is None:
             return
-        if self.args.enable_jit_checkpoint and self.control.should_training_stop and self.is_world_process_zero():
-            outlive_node(self._store, step)  # SIGTERM came, or the training ends
+        serial = saved.saved.step.serial
         if self.args.should_save:
             folder, store = run / f"checkpoint-{step}", None
             try:
@@ -111,14 +110,16 @@ class TieredTrainerMixin(_Base):
                 super()._save_checkpoint(model, trial)
         finally:
             self._saving = False
+        if self.args.enable_jit_checkpoint and self.control.should_training_stop and self.is_world_process_zero():
+            outlive_node(self._store, saved)  # SIGTERM came, or the training ends
         self._rotate(run)
 
-    def _saved(self: Any, step: int) -> int | None:
-        """Save a step; its serial, or None on all ranks if one of them did not save."""
-        outcome: int | str | TieredCkptError
+    def _saved(self: Any, step: int) -> Any:
+        """Save a step; its `SyncCheckpoint`, or None on all ranks if one of them did not save."""
+        saved, outcome = None, None
         try:
-            saved = self._parts().save(self._store, step, overwrite=True).saved
-            outcome = saved.skipped or saved.step.serial
+            saved = self._parts().save(self._store, step, overwrite=True)
+            outcome = saved.skipped or None
         except (NoSpace, RanksUnavailable, TierUnavailable) as error:
             outcome = str(error)
         except TieredCkptError as error:
@@ -129,7 +130,7 @@ class TieredTrainerMixin(_Base):
                 raise each
         why = next((each for each in outcomes if isinstance(each, str)), None)
         if why is None:
-            return int(outcomes[0])
+            return saved
         _log.warning("step %d was not saved, training goes on: %s", step, why)
         return None
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import obstore
@@ -35,7 +35,7 @@ _LEAST_PART, _PARTS = 16 << 20, 10_000
 larger. All but the last are of one size, as R2 wants them."""
 
 _PARTS_AT_ONCE = 4
-"""Parts that are sent at a time, and are in memory meanwhile."""
+"""Parts that are sent at a time, and are in memory meanwhile; of larger ones fewer, which take no more."""
 
 _ABORTS_WITHIN = 5.0
 """Seconds that an upload which is cancelled is given to be aborted."""
@@ -66,7 +66,7 @@ class Client:
         try:
             opened = _MAKERS[type(tier)](tier, tier.service or "")
             self._store = opened(**_options(tier, _REPEATS_NOTHING))
-            self._streams = lambda part: opened(**_options(tier, _repeats_parts(tier, part)))
+            self._streams = cache(lambda part: opened(**_options(tier, _repeats_parts(tier, part))))
             """Makes what sends objects in parts of so many bytes."""
         except Invalid:
             raise
@@ -87,7 +87,6 @@ class Client:
         raises `Invalid` when more come than parts of the size that suffices for those have.
         """
         part = max(_LEAST_PART, -(-(nbytes or 0) // (_PARTS << 20)) << 20)  # whole MiB
-        streams = await asyncio.to_thread(self._streams, part)
         sent = 0
         given_up: BaseException | None = None
         cancelled = False
@@ -112,13 +111,13 @@ class Client:
 
         async def put() -> None:
             await obstore.put_async(
-                streams,
+                await asyncio.to_thread(self._streams, part),
                 key,
                 given(),
                 mode="overwrite",
                 use_multipart=True,
                 chunk_size=part,
-                max_concurrency=_PARTS_AT_ONCE,
+                max_concurrency=max(1, _PARTS_AT_ONCE * _LEAST_PART // part),
             )
 
         with self._errors(key, "written"):

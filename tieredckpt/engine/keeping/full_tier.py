@@ -100,7 +100,7 @@ async def evicting_older(
         except NoRoom as error:
             if await evict_older(state, collector, step, tier, error.need):
                 continue
-            why = _in_vain(tier) if tier.health.freed else _unreadable_keep(tier)
+            why = _in_vain(tier) if _is_in_vain(tier, error.need) else _unreadable_keep(tier)
             if not why:
                 raise
             raise NoRoom.of(f"{error}{why}", error.need) from error

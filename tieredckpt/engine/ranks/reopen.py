@@ -11,7 +11,7 @@ from tieredckpt.engine import limits
 from tieredckpt.engine.opening.connect import reopen
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import TieredCkptError, TierUnavailable
+from tieredckpt.errors import TierUnavailable
 
 __all__ = ["check_open", "keep_open"]
 
@@ -29,11 +29,11 @@ async def keep_open(state: State) -> None:
                 async with tier.packs.guard:  # nothing is written there meanwhile
                     await check_open(state, tier)
                 failures = 0
-            except TieredCkptError as error:
+            except Exception as error:  # the code of a tier may raise anything, and others come back all the same
                 failures += 1
                 _log.info("rank %d: tier %r cannot be opened again: %s", state.membership.rank, tier.name, error)
         if any(map(_is_doubtful, shared)):
-            await asyncio.sleep(limits.backoff(limits.in_force.first_retry, limits.in_force.last_retry, failures))
+            await asyncio.sleep(limits.backoff(limits.in_force.first_retry, limits.in_force.last_retry, failures - 1))
 
 
 async def check_open(state: State, tier: Tier) -> None:
