@@ -43,8 +43,10 @@ async def unless_moved(state: State, step: StepId) -> AsyncIterator[None]:
     except (Corrupt, NotFound, TierUnavailable) as error:
         if state.reader.refresh is None or isinstance(error, Moved):
             raise
-        # Who does not answer now would not answer a second look either.
-        if isinstance(error, TierUnavailable) and places(state, step) == before:
+        # Who does not answer now would not answer a second look either; but RAM goes with its training, which has
+        # promoted the step by then.
+        in_ram = any(tier.in_memory and step in tier.steps.held for tier in state.tiers)
+        if isinstance(error, TierUnavailable) and places(state, step) == before and not in_ram:
             raise
         if not await has_moved(state, step, before):
             raise

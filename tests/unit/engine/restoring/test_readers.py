@@ -16,13 +16,16 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.cohort import assert_whole, cohort
 from support.insight import flip_chunk, tier_of
-from support.scenes import SOON, assert_same, config, crash, folder, ram, tree
+from support.scenes import SOON, assert_same, config, crash, folder, ram, ram_in, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobInfo
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format.layout import STEPS
+from tieredckpt.format.manifest import StepId, StepIndex
 
 
 class Place:
@@ -203,6 +206,27 @@ async def test_beside_a_training_process_a_reader_never_fails(place: Place) -> N
             assert lines == list(range(1, 41))
             assert seen == sorted(seen)
             assert (await reader.describe()).info.step == 40
+
+
+async def test_a_step_is_read_from_below_where_its_ram_goes_with_the_training_between_look_and_read(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await CheckpointStore.open(place.settings())
+    await save(store, 1)
+    await crash(store)
+    steps, aside, load = place.disk / "steps", tmp_path / "aside", step_index.load
+    steps.rename(aside)  # until the reader has looked, the step is in RAM alone
+
+    async def ends_first(tier: Tier, step: StepId) -> StepIndex:
+        if aside.exists():
+            aside.rename(steps)
+            shutil.rmtree(ram_in(place.ram))
+        return await load(tier, step)
+
+    monkeypatch.setattr(step_index, "load", ends_first)
+    async with place.reader() as reader:
+        assert await newest(reader) == 1
+        assert not aside.exists()
 
 
 async def test_a_reader_that_looked_while_the_store_was_made_finds_its_steps(place: Place) -> None:
