@@ -1,13 +1,15 @@
-"""A store and the commands, for tests of `import` and `export`."""
+"""Stores and the commands, for tests of integrations, and of `import` and `export`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.scenes import config, folder, ram
 from typer.testing import CliRunner, Result
 
+from tieredckpt import CheckpointStore, SyncStore
 from tieredckpt.cli.app import app
 
 
@@ -31,6 +33,14 @@ def store(tmp_path: Path, shared_memory: Path) -> Path:
         """
     )
     return path
+
+
+@pytest.fixture
+def opened(tmp_path: Path, shared_memory: Path) -> Iterator[SyncStore]:
+    """An open store of RAM and a folder."""
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}
+    with CheckpointStore.open(config(tiers)).sync() as store:
+        yield store
 
 
 @pytest.fixture

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scenes import config, folder, ram
 
 torch = pytest.importorskip("torch")
 
-from tieredckpt import CheckpointStore, Invalid, SyncStore
+from tieredckpt import Invalid, SyncStore
 from tieredckpt.integrations import _module_state
 from tieredckpt.integrations.torch import TrainingState
-
-
-@pytest.fixture
-def store(shared_memory: Path, tmp_path: Path) -> Iterator[SyncStore]:
-    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}
-    with CheckpointStore.open(config(tiers)).sync() as opened:
-        yield opened
 
 
 class Linear4bit(torch.nn.Linear):
@@ -81,7 +71,7 @@ def train(model: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("base", [Linear4bit, Linear8bit])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_adapter_on_a_quantized_model_goes_on(store: SyncStore, base: Any, compiled: bool) -> None:
+def test_an_adapter_on_a_quantized_model_goes_on(opened: SyncStore, base: Any, compiled: bool) -> None:
     def made(seed: int) -> tuple[Any, Any]:
         torch.manual_seed(seed)
         model, optimizer = finetuned(base(0.5))
@@ -91,21 +81,21 @@ def test_an_adapter_on_a_quantized_model_goes_on(store: SyncStore, base: Any, co
 
     model, optimizer = made(1)
     train(model, optimizer)
-    TrainingState(model=model, optimizer=optimizer).save(store, 1)
-    assert "model/base.weight" in {array.key for array in store.describe(1).arrays}
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
+    assert "model/base.weight" in {array.key for array in opened.describe(1).arrays}
     other, other_optimizer = made(2)
-    assert TrainingState(model=other, optimizer=other_optimizer).restore(store) == 1
+    assert TrainingState(model=other, optimizer=other_optimizer).restore(opened) == 1
     for each in ((model, optimizer), (other, other_optimizer)):
         train(*each)
     assert torch.equal(other["adapter"].weight, model["adapter"].weight)
 
 
-def test_what_a_module_does_not_take_must_be_what_it_has(store: SyncStore) -> None:
+def test_what_a_module_does_not_take_must_be_what_it_has(opened: SyncStore) -> None:
     model, _ = finetuned(Linear4bit(0.5))
-    TrainingState(model=model).save(store, 1)
+    TrainingState(model=model).save(opened, 1)
     other, _ = finetuned(Linear4bit(0.25))
     with pytest.raises(Invalid, match=r"part 'model': .* for 'base\.weight\.quant_state\.bitsandbytes__nf4'"):
-        TrainingState(model=other).restore(store)
+        TrainingState(model=other).restore(opened)
 
 
 class Silent(torch.nn.Linear):
@@ -116,10 +106,10 @@ class Silent(torch.nn.Linear):
         del destination[f"{prefix}bias"]
 
 
-def test_what_a_module_wants_and_does_not_tell_is_named(store: SyncStore) -> None:
-    TrainingState(model=torch.nn.Sequential(Silent(2, 2))).save(store, 1)
+def test_what_a_module_wants_and_does_not_tell_is_named(opened: SyncStore) -> None:
+    TrainingState(model=torch.nn.Sequential(Silent(2, 2))).save(opened, 1)
     with pytest.raises(Invalid, match=r"part 'model': the module wants '0\.bias'"):
-        TrainingState(model=torch.nn.Sequential(Silent(2, 2))).restore(store)
+        TrainingState(model=torch.nn.Sequential(Silent(2, 2))).restore(opened)
 
 
 class Quiet(torch.nn.Linear):
@@ -129,19 +119,19 @@ class Quiet(torch.nn.Linear):
         super().load_state_dict(*arguments, **options)
 
 
-def test_a_module_that_says_nothing_of_its_loading_is_restored(store: SyncStore) -> None:
+def test_a_module_that_says_nothing_of_its_loading_is_restored(opened: SyncStore) -> None:
     model, other = Quiet(2, 2), Quiet(2, 2)
-    TrainingState(model=model).save(store, 1)
-    TrainingState(model=other).restore(store)
+    TrainingState(model=model).save(opened, 1)
+    TrainingState(model=other).restore(opened)
     assert torch.equal(other.weight, model.weight)
 
 
-def test_fsdp1_is_refused_and_pointed_to_fsdp2(store: SyncStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp1_is_refused_and_pointed_to_fsdp2(opened: SyncStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs an accelerator, so that another class takes its place."""
     monkeypatch.setattr(_module_state, "FullyShardedDataParallel", torch.nn.Bilinear)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Bilinear(2, 2, 2))
     with pytest.raises(Invalid, match=r"FSDP1.*fully_shard"):
-        TrainingState(model=model).save(store, 1)
+        TrainingState(model=model).save(opened, 1)
 
 
 class History(torch.nn.Linear):
@@ -159,12 +149,12 @@ class History(torch.nn.Linear):
         self.seen, self.amax = state["seen"], state["amax"]
 
 
-def test_an_extra_state_comes_back_in_the_form_in_which_it_was_saved(store: SyncStore) -> None:
+def test_an_extra_state_comes_back_in_the_form_in_which_it_was_saved(opened: SyncStore) -> None:
     model = torch.nn.Sequential(History())
     model[0].seen, model[0].amax = [1, {"recipe": "tensorwise"}], torch.arange(3.0)
-    TrainingState(model=model).save(store, 1)
+    TrainingState(model=model).save(opened, 1)
     other = torch.nn.Sequential(History())
-    assert TrainingState(model=other).restore(store) == 1
+    assert TrainingState(model=other).restore(opened) == 1
     assert other[0].seen == model[0].seen
     assert torch.equal(other[0].amax, model[0].amax)
     assert torch.equal(other[0].weight, model[0].weight)

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scenes import config, folder, ram
 
 torch = pytest.importorskip("torch")
 
-from tieredckpt import CheckpointStore, Invalid, SyncStore
+from tieredckpt import Invalid, SyncStore
 from tieredckpt.integrations.torch import TrainingState
-
-
-@pytest.fixture
-def store(shared_memory: Path, tmp_path: Path) -> Iterator[SyncStore]:
-    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}
-    with CheckpointStore.open(config(tiers)).sync() as opened:
-        yield opened
 
 
 class Sharpness(torch.optim.SGD):
@@ -62,33 +53,33 @@ def train(model: Any, optimizer: Any, steps: int) -> None:
 @pytest.mark.parametrize("kind", ["LBFGS", "SparseAdam", "Sharpness"])
 @pytest.mark.parametrize("used", [0, 1, 5])
 def test_an_optimizer_that_needs_the_trainings_own_step_goes_on_bit_for_bit(
-    store: SyncStore, kind: str, used: int
+    opened: SyncStore, kind: str, used: int
 ) -> None:
     model, optimizer = made(kind, 1)
     train(model, optimizer, 3)
-    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
     other, other_optimizer = made(kind, 2)
     train(other, other_optimizer, used)
     other_optimizer.param_groups[0]["lr"] = 0.2
-    assert TrainingState(model=other, optimizer=other_optimizer).restore(store) == 1
+    assert TrainingState(model=other, optimizer=other_optimizer).restore(opened) == 1
     assert other_optimizer.param_groups[0]["lr"] == 0.1
     for each in ((model, optimizer), (other, other_optimizer)):
         train(*each, 3)
     assert torch.equal(other[0].weight, model[0].weight)
 
 
-def test_a_restore_that_fails_leaves_the_settings_of_such_an_optimizer(store: SyncStore) -> None:
+def test_a_restore_that_fails_leaves_the_settings_of_such_an_optimizer(opened: SyncStore) -> None:
     model, optimizer = made("SparseAdam", 1)
-    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
     model, optimizer = made("Sharpness", 1)
     with pytest.raises(Invalid, match="does not fit the step"):
-        TrainingState(model=model, optimizer=optimizer).restore(store)
+        TrainingState(model=model, optimizer=optimizer).restore(opened)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_such_an_optimizer_of_shards_is_restored_once_it_has_a_state_of_its_own(store: SyncStore) -> None:
+def test_such_an_optimizer_of_shards_is_restored_once_it_has_a_state_of_its_own(opened: SyncStore) -> None:
     """Whole tensors, as they would come in the form in which they were saved, do not fit shards."""
     from torch.distributed.fsdp import fully_shard
 
@@ -99,14 +90,14 @@ def test_such_an_optimizer_of_shards_is_restored_once_it_has_a_state_of_its_own(
 
     model, optimizer = sharded(1)
     train(model, optimizer, 3)
-    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
     other, other_optimizer = sharded(2)
     with pytest.raises(
         Invalid, match=r"(?s)part 'optimizer' could not be given its state: needs a closure.*make a step"
     ):
-        TrainingState(model=other, optimizer=other_optimizer).restore(store)
+        TrainingState(model=other, optimizer=other_optimizer).restore(opened)
     train(other, other_optimizer, 1)
-    TrainingState(model=other, optimizer=other_optimizer).restore(store)
+    TrainingState(model=other, optimizer=other_optimizer).restore(opened)
     for each in ((model, optimizer), (other, other_optimizer)):
         train(*each, 3)
     assert torch.equal(other[0].weight.full_tensor(), model[0].weight.full_tensor())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ from tieredckpt import CheckpointStore, Invalid, NotFound, SyncStore, TierUnavai
 from tieredckpt.integrations.torch import TrainingState
 
 PROGRAM = Path(__file__).with_name("torch_program.py")
-
-
-@pytest.fixture
-def store(shared_memory: Path, tmp_path: Path) -> Iterator[SyncStore]:
-    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}
-    with CheckpointStore.open(config(tiers)).sync() as opened:
-        yield opened
 
 
 def model_of(seed: int, *, width: int = 8) -> Any:
@@ -114,17 +106,17 @@ def test_ranks_of_fsdp_tp_and_ddp_go_on_bit_for_bit_and_those_of_fsdp_after_sigk
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "RMSprop"])
-def test_a_fresh_optimizer_takes_what_was_saved(store: SyncStore, kind: str) -> None:
+def test_a_fresh_optimizer_takes_what_was_saved(opened: SyncStore, kind: str) -> None:
     def made(seed: int) -> tuple[Any, Any]:
         model = model_of(seed)
         return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1)
 
     model, optimizer = made(1)
     train(model, optimizer)
-    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
     fresh, fresh_optimizer = made(2)
     pointers = [weight.data_ptr() for weight in fresh.parameters()]
-    assert TrainingState(model=fresh, optimizer=fresh_optimizer).restore(store) == 1
+    assert TrainingState(model=fresh, optimizer=fresh_optimizer).restore(opened) == 1
     assert bits(fresh, fresh_optimizer) == bits(model, optimizer)
     assert [weight.data_ptr() for weight in fresh.parameters()] == pointers
     train(model, optimizer)
@@ -132,22 +124,22 @@ def test_a_fresh_optimizer_takes_what_was_saved(store: SyncStore, kind: str) -> 
     assert bits(fresh, fresh_optimizer) == bits(model, optimizer)
 
 
-def test_settings_of_an_optimizer_may_be_others_than_the_saved_ones(store: SyncStore) -> None:
+def test_settings_of_an_optimizer_may_be_others_than_the_saved_ones(opened: SyncStore) -> None:
     model = model_of(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1)
     train(model, optimizer)
     del optimizer.param_groups[0]["maximize"]  # as of a version of torch that had no such setting
-    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
     fresh = model_of(2)
     fused = torch.optim.AdamW(fresh.parameters(), lr=0.5, foreach=True)
-    assert TrainingState(model=fresh, optimizer=fused).restore(store) == 1
+    assert TrainingState(model=fresh, optimizer=fused).restore(opened) == 1
     assert bits(fresh, fused) == bits(model, optimizer)
     assert fused.param_groups[0]["lr"] == 1
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_a_save_before_the_first_step_changes_nothing_and_restores_an_optimizer_without_state(
-    store: SyncStore, kind: str
+    opened: SyncStore, kind: str
 ) -> None:
     def made(seed: int) -> tuple[Any, Any, Any]:
         model = model_of(seed)
@@ -156,17 +148,17 @@ def test_a_save_before_the_first_step_changes_nothing_and_restores_an_optimizer_
 
     model, optimizer, scheduler = made(1)
     twin, twins_optimizer, _ = made(1)
-    TrainingState(model=model, optimizer=optimizer, scheduler=scheduler).save(store, 0)
+    TrainingState(model=model, optimizer=optimizer, scheduler=scheduler).save(opened, 0)
     assert not optimizer.state
     used, used_optimizer, used_scheduler = made(2)
     train(used, used_optimizer)
-    assert TrainingState(model=used, optimizer=used_optimizer, scheduler=used_scheduler).restore(store) == 0
+    assert TrainingState(model=used, optimizer=used_optimizer, scheduler=used_scheduler).restore(opened) == 0
     for each in (optimizer, twins_optimizer, used_optimizer):
         train({optimizer: model, twins_optimizer: twin, used_optimizer: used}[each], each)
     assert bits(model, optimizer) == bits(twin, twins_optimizer) == bits(used, used_optimizer)
 
 
-def test_parameters_that_never_had_a_gradient_have_no_state_afterwards_either(store: SyncStore) -> None:
+def test_parameters_that_never_had_a_gradient_have_no_state_afterwards_either(opened: SyncStore) -> None:
     def made(seed: int) -> tuple[Any, Any, Any]:
         model = torch.nn.ModuleDict({"used": model_of(seed), "spare": torch.nn.Linear(2, 2)})
         optimizer = torch.optim.Adam(model.parameters())
@@ -174,14 +166,14 @@ def test_parameters_that_never_had_a_gradient_have_no_state_afterwards_either(st
 
     model, optimizer, state = made(1)
     train(model["used"], optimizer)
-    state.save(store, 1)
+    state.save(opened, 1)
     other, other_optimizer, other_state = made(2)
-    other_state.restore(store)
+    other_state.restore(opened)
     assert bits(other, other_optimizer) == bits(model, optimizer)
     assert len(other_optimizer.state) == len(optimizer.state) == 6
 
 
-def test_tied_weights_stay_tied(store: SyncStore) -> None:
+def test_tied_weights_stay_tied(opened: SyncStore) -> None:
     def made(seed: int) -> tuple[Any, Any, Any]:
         model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False))
         torch.nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(seed))
@@ -196,9 +188,9 @@ def test_tied_weights_stay_tied(store: SyncStore) -> None:
 
     model, optimizer, state = made(1)
     steps(model, optimizer)
-    state.save(store, 1)
+    state.save(opened, 1)
     other, other_optimizer, other_state = made(2)
-    other_state.restore(store)
+    other_state.restore(opened)
     assert other[1].weight is other[0].weight
     optimizer.zero_grad()
     steps(model, optimizer)
@@ -207,7 +199,7 @@ def test_tied_weights_stay_tied(store: SyncStore) -> None:
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_a_compiled_model_goes_on_as_a_plain_one_and_back(store: SyncStore, *, compiled_first: bool) -> None:
+def test_a_compiled_model_goes_on_as_a_plain_one_and_back(opened: SyncStore, *, compiled_first: bool) -> None:
     def made(seed: int, *, compiled: bool) -> tuple[Any, Any]:
         model = model_of(seed)
         optimizer = torch.optim.Adam(model.parameters())
@@ -215,14 +207,14 @@ def test_a_compiled_model_goes_on_as_a_plain_one_and_back(store: SyncStore, *, c
 
     model, optimizer = made(1, compiled=compiled_first)
     train(model, optimizer)
-    TrainingState(model=model, optimizer=optimizer).save(store, 1)
-    assert not any("_orig_mod" in array.key for array in store.describe(1).arrays)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
+    assert not any("_orig_mod" in array.key for array in opened.describe(1).arrays)
     other, other_optimizer = made(2, compiled=not compiled_first)
-    TrainingState(model=other, optimizer=other_optimizer).restore(store)
+    TrainingState(model=other, optimizer=other_optimizer).restore(opened)
     assert bits(other, other_optimizer) == bits(model, optimizer)
 
 
-def test_modules_optimizers_and_values_of_any_number_and_name(store: SyncStore) -> None:
+def test_modules_optimizers_and_values_of_any_number_and_name(opened: SyncStore) -> None:
     def made(seed: int) -> tuple[TrainingState, list[Any]]:
         generator, judge = model_of(seed), model_of(seed + 1, width=6)
         parts = {
@@ -242,9 +234,9 @@ def test_modules_optimizers_and_values_of_any_number_and_name(store: SyncStore) 
     parts[2].update_parameters(parts[0])
     state["best"] = 0.5
     state["seen"].add((1, "b"))
-    state.save(store, 3, metrics={"loss": 1.0})
+    state.save(opened, 3, metrics={"loss": 1.0})
     other, other_parts = made(5)
-    assert other.restore(store) == 3
+    assert other.restore(opened) == 3
     assert bits(*other_parts) == bits(*parts)
     assert other_parts[6].get_scale() == 2.0
     assert (other["best"], other["seen"]) == (0.5, {"a", (1, "b")})
@@ -270,21 +262,21 @@ async def test_the_async_face_does_the_same(shared_memory: Path, tmp_path: Path)
 # -- what a store promises --------------------------------------------------------------------------------
 
 
-def test_a_step_keeps_its_bytes_while_training_goes_on(store: SyncStore) -> None:
+def test_a_step_keeps_its_bytes_while_training_goes_on(opened: SyncStore) -> None:
     model = model_of(1)
     optimizer = torch.optim.Adam(model.parameters())
     state = TrainingState(model=model, optimizer=optimizer)
     told = {}
     for step in (1, 2):
         train(model, optimizer)
-        state.save(store, step)
+        state.save(opened, step)
         told[step] = bits(model, optimizer)
         train(model, optimizer)  # over the memory that was saved
     assert told[1] != told[2]
     for step in (2, 1):
         tensors = [*model.parameters(), *(moments["exp_avg"] for moments in optimizer.state.values())]
         places = [tensor.data_ptr() for tensor in tensors]
-        assert state.restore(store, step, resume=False) == step
+        assert state.restore(opened, step, resume=False) == step
         assert bits(model, optimizer) == told[step]
         tensors = [*model.parameters(), *(moments["exp_avg"] for moments in optimizer.state.values())]
         assert [tensor.data_ptr() for tensor in tensors] == places  # without a second copy of the state
@@ -310,11 +302,11 @@ def test_a_failing_tier_ends_no_training(shared_memory: Path, tmp_path: Path, fa
 # -- what does not fit ------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_named(store: SyncStore) -> None:
+def test_what_does_not_fit_is_named(opened: SyncStore) -> None:
     model = model_of(1)
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
-    TrainingState(model=model, optimizer=optimizer).save(store, 1)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
     for other, why in [
         (TrainingState(model=model_of(1, width=9), rng=False), "'model/0.weight'"),
         (TrainingState(model=model), "only in the step: 'optimizer/"),
@@ -322,10 +314,10 @@ def test_what_does_not_fit_is_named(store: SyncStore) -> None:
         (TrainingState(model=model, optimizer=torch.optim.Adam(model[0].parameters())), "'optimizer/"),
     ]:
         with pytest.raises(Invalid, match=why):
-            other.restore(store)
-    store.save(2, {"model": model.state_dict()})
+            other.restore(opened)
+    opened.save(2, {"model": model.state_dict()})
     with pytest.raises(NotFound, match="'about'"):
-        TrainingState(model=model).restore(store)
+        TrainingState(model=model).restore(opened)
 
 
 def test_rank_0_alone_warns_of_generators_that_were_not_saved(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,10 +328,10 @@ def test_rank_0_alone_warns_of_generators_that_were_not_saved(caplog: pytest.Log
 
 
 def test_parts_of_a_rank_that_the_step_lacks_or_has_besides_are_named(
-    store: SyncStore, caplog: pytest.LogCaptureFixture
+    opened: SyncStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = model_of(1)
-    TrainingState(model=model, sampler=3, per_rank=["sampler"], rng=False).save(store, 1)
+    TrainingState(model=model, sampler=3, per_rank=["sampler"], rng=False).save(opened, 1)
     for other, why in [
         (TrainingState(model=model), r"only in the step: 'ranks/0/sampler'\."),
         (TrainingState(model=model, loader=1, sampler=2, per_rank=["loader", "sampler"]), "missing .*'ranks/0/loader'"),
@@ -349,15 +341,15 @@ def test_parts_of_a_rank_that_the_step_lacks_or_has_besides_are_named(
         ),
     ]:
         with pytest.raises(Invalid, match=why):
-            other.restore(store)
+            other.restore(opened)
     assert "rng=False" not in caplog.text
     state = TrainingState(model=model, sampler=0, per_rank=["sampler"])
-    assert state.restore(store) == 1
+    assert state.restore(opened) == 1
     assert state["sampler"] == 3
     assert "step 1 was saved with rng=False" in caplog.text
 
 
-def test_parts_that_cannot_be_saved_or_loaded_are_named(store: SyncStore) -> None:
+def test_parts_that_cannot_be_saved_or_loaded_are_named(opened: SyncStore) -> None:
     class Broken:
         def state_dict(self) -> dict[str, int]:
             return {"a": 1}
@@ -374,19 +366,19 @@ def test_parts_that_cannot_be_saved_or_loaded_are_named(store: SyncStore) -> Non
             TrainingState(model=model_of(1), per_rank=[per_rank])
     stranger = torch.optim.SGD(model_of(1).parameters())
     with pytest.raises(Invalid, match=r"part 'optimizer'.*no module"):
-        TrainingState(model=model_of(1), optimizer=stranger).save(store, 1)
+        TrainingState(model=model_of(1), optimizer=stranger).save(opened, 1)
     with pytest.raises(Invalid, match=r"'odd'.*object"):
-        TrainingState(odd=object()).save(store, 1)
-    TrainingState(broken=Broken()).save(store, 1)
+        TrainingState(odd=object()).save(opened, 1)
+    TrainingState(broken=Broken()).save(opened, 1)
     with pytest.raises(Invalid, match="part 'broken' could not load its state: 'b'"):
-        TrainingState(broken=Broken()).restore(store)
+        TrainingState(broken=Broken()).restore(opened)
 
 
 # -- lazily -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_lazy_save_beside_training_is_the_state_at_its_call(store: SyncStore, fused: bool) -> None:
+def test_a_lazy_save_beside_training_is_the_state_at_its_call(opened: SyncStore, fused: bool) -> None:
     """Forward passes change BatchNorm, and fused steps change weights without counting it."""
     model = model_of(1, width=2000)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
@@ -394,11 +386,11 @@ def test_a_lazy_save_beside_training_is_the_state_at_its_call(store: SyncStore, 
     state = TrainingState(model=model, optimizer=optimizer, rng=False)
     for step in (1, 2, 3):
         expected = bits(model, optimizer)
-        checkpoint = state.save(store, step, capture="lazy")
+        checkpoint = state.save(opened, step, capture="lazy")
         train(model, optimizer, steps=1)
         assert bits(model, optimizer) != expected
         checkpoint.reached("disk")
         other = model_of(2, width=2000)
         again = torch.optim.AdamW(other.parameters(), fused=fused)
-        assert TrainingState(model=other, optimizer=again, rng=False).restore(store, resume=False) == step
+        assert TrainingState(model=other, optimizer=again, rng=False).restore(opened, resume=False) == step
         assert bits(other, again) == expected
