@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tieredckpt import CheckpointStore, Invalid, StoreConfig, SyncStore
 from tieredckpt.config import load
+from tieredckpt.integrations._hyperparameters import Hyperparameters
 from tieredckpt.integrations.dcp import TieredReader
 from tieredckpt.integrations.named_steps import PATHS, NamedSteps, check_local, meant_by
 
@@ -64,6 +65,7 @@ class TieredCheckpointIO(CheckpointIO):
     def __init__(self, source: Source) -> None:
         self._source = _checked(source)
         self._steps: NamedSteps | None = None
+        self._hyperparameters = Hyperparameters()
 
     def _opened(self) -> NamedSteps:
         if self._steps is None:
@@ -77,7 +79,8 @@ class TieredCheckpointIO(CheckpointIO):
             raise TypeError("TieredCheckpointIO takes no storage_options: the store's configuration says where and how")
         check_local(path)
         steps = self._opened()
-        if not steps.save(_step_of(checkpoint, path), steps.storable(checkpoint), path):
+        storable = self._hyperparameters.storable(steps.store, checkpoint)
+        if not steps.save(_step_of(checkpoint, path), storable, path):
             steps.remove(path)  # a file that names another step would leave that step nameless
             TorchCheckpointIO().save_checkpoint(checkpoint, path)
 
@@ -134,6 +137,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         super().__init__(**options)
         self._source = _checked(source)
         self._steps: NamedSteps | None = None
+        self._hyperparameters = Hyperparameters()
 
     def _opened(self) -> NamedSteps:
         if self._steps is None:
@@ -161,7 +165,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
             return
         if self.is_global_zero and _is_sharded_checkpoint(Path(path)):  # where the file that names the step will lie
             super().remove_checkpoint(path)
-        checkpoint = steps.storable(checkpoint)
+        checkpoint = self._hyperparameters.storable(steps.store, checkpoint)
         names = frozenset(checkpoint)
         if not self.is_global_zero:  # of what is no shard, one rank's is saved
             checkpoint = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}

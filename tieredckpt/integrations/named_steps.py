@@ -25,8 +25,6 @@ _STEP = "tieredckpt"
 """Prefix of the files that name a step."""
 _LARGEST = 1 << 20
 """Bytes of such a file at most."""
-_HYPERPARAMETERS = frozenset({"hyper_parameters", "datamodule_hyper_parameters", "hparams_type"})
-"""Parts of Lightning's checkpoints that are no state."""
 _LAST_BEFORE_THE_END = re.compile(r"hpc_ckpt_\d+\.ckpt")
 """Name of the checkpoint that Lightning saves when Slurm warns that the job ends, to go on from in the next one."""
 PATHS = "named_at"
@@ -60,8 +58,6 @@ class NamedSteps:
     def __init__(self, store: SyncStore) -> None:
         self.store = store
         self._saved: dict[int, _Saved] = {}
-        self._left_out: set[str] = set()
-        """Hyperparameters of which a warning was given."""
         self._removed: dict[tuple[int, int], set[str]] = {}
         """Steps, with their serials, of which a name was removed, and that the store has not deleted yet; with the
         paths at which each was named too."""
@@ -117,33 +113,6 @@ class NamedSteps:
         self._name(step, self._saved[step], str(path), names, rank)
         if _LAST_BEFORE_THE_END.fullmatch(Path(path).name) and not rank:
             outlive_node(self.store, made)
-        return True
-
-    def storable(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """The checkpoint without those of its hyperparameters that cannot be stored, such as objects of other programs:
-        Lightning pickles them, no training needs them to go on, and a warning names them once.
-        """
-        kept = dict(checkpoint)
-        for part in _HYPERPARAMETERS & kept.keys():
-            value = kept[part]
-            if isinstance(value, Mapping):
-                kept[part] = {key: each for key, each in value.items() if self._is_storable(f"{part}/{key}", each)}
-            elif not self._is_storable(part, value):
-                del kept[part]
-        return kept
-
-    def _is_storable(self, name: str, value: Any) -> bool:
-        try:
-            self.store.prepare({"value": value})
-        except Invalid:
-            if name not in self._left_out:
-                self._left_out.add(name)
-                _log.warning(
-                    "%s, a %s, is left out of the checkpoints, for no store takes it: pass what it is made of to "
-                    "save_hyperparameters, or let it ignore that argument",
-                    *(name, type(value).__name__),
-                )
-            return False
         return True
 
     def is_of_an_earlier_fit(self, step: int) -> bool:
