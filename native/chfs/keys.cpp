@@ -13,7 +13,6 @@ constexpr char kEmpty[] = "%-";
 
 constexpr std::size_t kLongestComponent = 240;
 constexpr std::size_t kMostLevels = 22;
-constexpr std::size_t kPathLimit = 4096;
 
 constexpr char kDigits[] = "0123456789ABCDEF";
 

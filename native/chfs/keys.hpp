@@ -1,12 +1,16 @@
 // From keys of any bytes to paths that CHFS can hold, and back.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <string_view>
 
 #include "chfs/client.hpp"
 
 namespace tieredckpt::chfs {
+
+// Bytes of the longest path with the NUL that ends it, as the kernel has it.
+inline constexpr std::size_t kPathLimit = 4096;
 
 // The relative path of a key. One to one: components of [A-Za-z0-9._-] and other harmless bytes stay as they
 // are; what CHFS forbids or folds together (':', NUL, '%', empty, ".", "..", components over 200 bytes) is

@@ -11,7 +11,6 @@ namespace {
 
 constexpr mode_t kFolderMode = 0700;
 constexpr std::size_t kLongestTarget = 4095;
-constexpr std::size_t kLongestPath = 4095;  // with its slash, which servers take off, as the kernel has it
 
 std::uint64_t SizeOf(const struct stat& info) { return static_cast<std::uint64_t>(std::max<off_t>(info.st_size, 0)); }
 
@@ -47,7 +46,7 @@ Status Client::State::Apart(const std::string& path) {
   // A server without an object asks its back end for it, under a name that is longer by that of the back end's folder:
   // too long, where the path is as long as a name may be. Other servers only miss it.
   std::string longest = path + "/.missing/";
-  longest.resize(kLongestPath, 'x');
+  longest.resize(kPathLimit - 1, 'x');
   struct stat info;
   Status status = StatOnce(longest, &info);
   if (status.code != Code::kFailed) return status.code == Code::kUnavailable ? status : Status{};

@@ -316,12 +316,6 @@ class PosixStore:
 
     async def _write_and_sync(self, path: Path, data: bytes, stop: transfer.Stop, pool: Followed) -> None:
         folders = self._folders
-
-        def publish_unless_stopped(temporary: Path) -> None:
-            # On the thread: the call may have waited for one for so long that the put was given up.
-            transfer.check(stop)
-            folders.publish(temporary, path)
-
         try:
             create = aiofiles.os.wrap(folders.create)
             temporary, fd = await create(path, 0, executor=pool)
@@ -333,7 +327,7 @@ class PosixStore:
                     await aiofiles.os.wrap(os.fsync)(fd, executor=pool)
                 finally:
                     await file.close()
-                await aiofiles.os.wrap(publish_unless_stopped)(temporary, executor=pool)
+                await aiofiles.os.wrap(self._publish)(temporary, path, stop, executor=pool)
             except BaseException:
                 with contextlib.suppress(OSError):
                     await aiofiles.os.unlink(temporary, executor=pool)
@@ -359,14 +353,18 @@ class PosixStore:
                         os.fsync(fd)
                 finally:
                     os.close(fd)
-                transfer.check(stop)
-                folders.publish(temporary, path)
+                self._publish(temporary, path, stop)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
                 raise
         except OSError as error:
             raise _of_put(folders.error(error, path, "written"), path) from error
+
+    def _publish(self, temporary: Path, path: Path, stop: transfer.Stop) -> None:
+        """Publish, unless the put was given up: it may have waited long for this thread."""
+        transfer.check(stop)
+        self._folders.publish(temporary, path)
 
 
 def _of_put(error: TieredCkptError, path: Path) -> TieredCkptError:

@@ -219,8 +219,8 @@ class Collector:
                 tier.packs.orphans[info.key] = info.modified or time.time()
 
     async def _check_known(self, tier: Tier, listed: Iterable[BlobInfo]) -> None:
-        """Have the tier read anew where somebody else has committed a step, which is no leftover: a writer, say, that
-        was taken for dead while its put was under way. Raises `TierUnavailable` then.
+        """Raise `TierUnavailable`, and have the tier read anew, if another writer has committed a step there: one that
+        was taken for dead while its put was under way. Such a step is no leftover.
         """
         for step, files in step_folders(listed).items():
             if layout.MANIFEST not in files or tier.steps.may_have(step):

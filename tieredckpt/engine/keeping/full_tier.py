@@ -100,7 +100,7 @@ async def evicting_older(
         except NoRoom as error:
             if await evict_older(state, collector, step, tier, error.need):
                 continue
-            why = _in_vain(tier) if _is_in_vain(tier, error.need) else _unreadable_keep(tier)
+            why = _in_vain(tier) if fits(tier, error.need) and _is_in_vain(tier) else _unreadable_keep(tier)
             if not why:
                 raise
             raise NoRoom.of(f"{error}{why}", error.need) from error
@@ -111,8 +111,13 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
 
     None leaves if all that may leave would not make that much room, nor if what has left a device made none.
     """
-    if not state.collects(tier) or _is_in_vain(tier, need):
+    if not state.collects(tier):
         return False
+    on_device, before = fits(tier, need), tier.used  # else its capacity is full, which counts what leaves
+    if on_device:
+        tier.health.lacked = max(tier.health.lacked, need)
+        if _is_in_vain(tier):
+            return False
     going = [
         older
         for older in leaving_for(state, tier, step)
@@ -122,7 +127,6 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
     if not going or await collector.freed_by(going, tier) < lacking:
         return False
     retained = set(going).difference(leaving(state, tier))
-    on_device, before = fits(tier, need), tier.used
     for older in going:
         if await collector.evictor.try_evict(older, tier):
             if older in retained:
@@ -134,13 +138,10 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
     return False
 
 
-def _is_in_vain(tier: Tier, need: int) -> bool:
-    """Whether a device has no room although far more has left it than it had no room for."""
-    if not fits(tier, need):
-        return False  # it is the tier's capacity, which counts what leaves
-    tier.health.lacked = max(tier.health.lacked, need)
+def _is_in_vain(tier: Tier) -> bool:
+    """Whether far more has left a device than it had no room for, and it has taken no step since."""
     index = max(tier.steps.indexes.nbytes.values(), default=0)
-    return tier.health.freed > 0 and tier.health.freed >= _VAIN * (tier.health.lacked + index)
+    return 0 < tier.health.freed >= _VAIN * (tier.health.lacked + index)
 
 
 def _unreadable_keep(tier: Tier) -> str:

@@ -11,7 +11,7 @@ from tieredckpt.engine import limits
 from tieredckpt.engine.opening.connect import reopen
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import TierUnavailable
+from tieredckpt.errors import TieredCkptError, TierUnavailable
 
 __all__ = ["check_open", "keep_open"]
 
@@ -28,11 +28,12 @@ async def keep_open(state: State) -> None:
             try:
                 async with tier.packs.guard:  # nothing is written there meanwhile
                     await check_open(state, tier)
-                failures = 0
-            except Exception as error:  # the code of a tier may raise anything, and others come back all the same
-                failures += 1
+            except TieredCkptError as error:
                 _log.info("rank %d: tier %r cannot be opened again: %s", state.membership.rank, tier.name, error)
-        if any(map(_is_doubtful, shared)):
+            except Exception:
+                _log.exception("rank %d: tier %r: unexpected failure to open it", state.membership.rank, tier.name)
+        failures = failures + 1 if any(map(_is_doubtful, shared)) else 0
+        if failures:
             await asyncio.sleep(limits.backoff(limits.in_force.first_retry, limits.in_force.last_retry, failures - 1))
 
 

@@ -22,7 +22,7 @@ from tieredckpt.engine.state.observation import Observation
 from tieredckpt.engine.state.ram_gate import RamGate
 from tieredckpt.engine.state.step_table import StepTable
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
 from tieredckpt.events import Events, TierFailed
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, StoreMarker
 from tieredckpt.format.ocdbt import Extent
@@ -236,7 +236,7 @@ class State:
         """Note that a tier failed, and emit an event; its promoter brings it back."""
         if not self.manages(tier):  # the process that manages it reports its state
             _log.warning("tier %r, which another process manages, failed here: %s", tier.name, error)
-            tier.health.doubtful |= isinstance(error, TierUnavailable)
+            tier.health.doubt(error)
             self.changed.notify()
             return
         delay = tier.health.fail(error)

@@ -80,6 +80,10 @@ class Health:
         failed, self.error, self._failures = self.error is not None, None, 0
         return failed
 
+    def doubt(self, error: Exception) -> None:
+        """Note a failure here of a tier that another process manages."""
+        self.doubtful |= isinstance(error, TierUnavailable)
+
     def took_step(self) -> None:
         """Note that the device took a new step, after whatever evictions."""
         self.freed = self.lacked = 0

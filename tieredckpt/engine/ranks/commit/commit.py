@@ -285,8 +285,8 @@ class Commits:
                 found[part] = digest(encoded), len(encoded)
         except TieredCkptError as error:
             failure = Failure.of(error)
-            # Rank 0 opens its own store again, and no other's.
-            tier.health.doubtful |= isinstance(error, TierUnavailable) and not self._state.manages(tier)
+            if not self._state.manages(tier):  # rank 0 opens its own store again, and no other's
+                tier.health.doubt(error)
             self._state.changed.notify()
         except Exception as error:
             _log.exception("%s: the part for tier %r could not be written", step, tier.name)
