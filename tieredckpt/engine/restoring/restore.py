@@ -159,7 +159,7 @@ class Restorer:
         if like is AS_SAVED or into is AS_SAVED:
             like, into, as_ = None, None, "saved"
         self._state.fills += into is not None
-        wanted = Wanted(step, keys is None, resume)
+        wanted, newest = Wanted(step, keys is None, resume), self._state.branch.newest
         shape = _Shape(keys, like, into, as_ or "numpy", cast, caller, copy)
         found = await self._together.restoring(partial(self._restore, loop, wanted, shape, lossy=lossy))
         if found is None:
@@ -169,8 +169,10 @@ class Restorer:
             return None
         restored, chosen, record = found
         if wanted.to_train_on and not self._state.read_only:  # now that of several ranks all have restored it
-            # The branch may end before a step of which a lossy copy alone is left: what is trained goes on from that.
-            astray = restored.lossy and not self._state.on_line(chosen.serial)
+            # The branch may end before a step of which a lossy copy alone is left, or after one that could not be read
+            # and may be again: what is trained goes on from the step that was restored.
+            unread = step is None and newest is not None and chosen.serial < newest.serial
+            astray = unread or (restored.lossy and not self._state.on_line(chosen.serial))
             named, resume = step is not None or astray, resume is True or astray
             copied = f"{chosen} of tier {', '.join(map(repr, restored.sources))}" if restored.lossy else ""
             self._state.branch.note(chosen, record, named=named, resume=resume, lossy=copied)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reliability.tiers import FaultyTiers
+from support.insight import flip
 from support.scenes import Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -153,3 +154,45 @@ async def test_a_reader_goes_on_beside_a_step_that_it_cannot_read(
             assert [info.step for info in await reader.steps()] == [1, 3, 5]
             await assert_restores(reader, 5)
             own.clear()
+
+
+async def go_on_from_2(store: CheckpointStore, mend: Callable[[], None]) -> None:
+    """Restore the newest step that can be read, and save step 3, once the other step 3 can be read again."""
+    restored = await store.restore()
+    assert restored is not None
+    assert restored.step == 2
+    mend()
+    while 3 not in [info.step for info in await store.steps()]:
+        await store.collect()
+    await (await store.save(3, tree(30))).reached("disk")
+
+
+async def assert_3_is_new(settings: StoreConfig) -> None:
+    async with CheckpointStore.open(settings) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(30))
+        assert [(info.step, info.off_branch) for info in await store.steps()][-2:] == [(3, True), (3, False)]
+
+
+@pytest.mark.parametrize("file", ["manifest.ocdbt", "btree*"])
+async def test_a_training_that_begins_without_the_newest_step_goes_on_beside_it(
+    settings: StoreConfig, saved: Path, faults: FaultyTiers, file: str
+) -> None:
+    with unreadable(faults, "steps/0000000003-*/" + file):
+        async with CheckpointStore.open(settings) as store:
+            await go_on_from_2(store, faults["disk"].clear)
+    await assert_3_is_new(settings)
+
+
+async def test_a_restore_that_passes_over_an_unreadable_step_forks_before_it(
+    settings: StoreConfig, saved: Path
+) -> None:
+    (manifest,) = saved.glob("steps/0000000003-*/manifest.ocdbt")
+    async with CheckpointStore.open(settings) as store:
+        flip(manifest, -1)
+        with suppress(Corrupt):
+            await store.restore(3, resume=False)
+        await store.collect()
+        await go_on_from_2(store, lambda: flip(manifest, -1))
+    await assert_3_is_new(settings)
