@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -37,24 +39,25 @@ COMEBACKS: dict[str, tuple[str, ...]] = {"as before": NODES, "fewer": ("a", "b")
 """The nodes of the ranks that open the store again; one that is alone knows of no ranks."""
 
 
-async def replay_ranks(life: RanksLife, death: Death, place: Path, *, every: int = 1) -> Replayed:
-    """Survive every crash of a life, or of those that differ one in ``every``; raises `Lost`.
+async def replay_ranks(life: RanksLife, death: Death, place: Path, *, every: int = 1, what: str = "") -> Replayed:
+    """Survive every crash of a life that leaves ``what`` (a pattern), or of those that differ one in ``every``.
+
+    Raises `Lost`.
 
     ``place`` is the folder in memory where it was lived, in which the media are rebuilt: RAM notes where they are.
     """
     await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
     found = Replayed()
     failure: Failure = "node" if death == "all nodes" else "process"
-    for number, (crash, owed) in enumerate(distinct_crashes(life, failure, found)):
-        if number % every:
-            continue
+    crashes = ((crash, owed) for crash, owed in distinct_crashes(life, failure, found) if re.search(what, crash.what))
+    for crash, owed in itertools.islice(crashes, 0, None, every):
         left = _without_a_node(crash) if death == "one node" else crash
         for comeback, nodes in COMEBACKS.items():
             try:
                 found.steps += await _survive(life, left, _owed_to(nodes, left, owed), place, comeback)
             except Exception as error:
-                what = f"{life.kind}, {death} die after entry {crash.at} of {len(life.entries)}: {crash.what}"
-                error.add_note(f"{what}; opened {comeback}")
+                where = f"{life.kind}, {death} die after entry {crash.at} of {len(life.entries)}"
+                error.add_note(f"{where}: {crash.what}; opened {comeback}")
                 raise
             finally:
                 await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
