@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tieredckpt.concurrency import shielded
 from tieredckpt.engine.restoring.restored import Restored
 from tieredckpt.errors import NotFound
 
@@ -92,7 +93,7 @@ class Checkpoint:
         await self._engine.reached(saved.step, tier)
 
     async def _saved(self) -> Saved:
-        return await asyncio.shield(self._saving) if isinstance(self._saving, asyncio.Task) else self._saving
+        return await shielded(self._saving) if isinstance(self._saving, asyncio.Task) else self._saving
 
 
 class SyncCheckpoint:

@@ -29,6 +29,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from tieredckpt.concurrency import shielded
 from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.errors import Closed, Invalid, RanksUnavailable
@@ -140,7 +141,7 @@ class World:
 
     async def died(self, rank: int) -> None:
         """Wait until the rank has died."""
-        await asyncio.shield(asyncio.wrap_future(self._deaths[rank]))
+        await shielded(asyncio.wrap_future(self._deaths[rank]))
 
     def hold(self, rank: int, verb: str = "*", *, topic: str = "*", nth: int = 1) -> Hold:
         """Make a rank hang at a call and all later calls, until it is released."""
@@ -219,7 +220,7 @@ class InProcess:
             met = self._world.come(self.rank, end)
             try:
                 async with asyncio.timeout(timeout):
-                    self._session = await asyncio.shield(asyncio.wrap_future(met))
+                    self._session = await shielded(asyncio.wrap_future(met))
             except TimeoutError:
                 missing = self._world.leave(self.rank, met)
                 if self.rank == COORDINATOR:

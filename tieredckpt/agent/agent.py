@@ -223,13 +223,11 @@ class Agent:
 
     def _is_there(self) -> bool:
         """Whether the folder is a RAM tier whose writer has named its owner. Raises `Conflict` for another user's."""
-        if not (self._folder / MARKER).is_file():
-            return False
         try:
             RamStore.attach(self._folder).slab.close()
         except NotFound:
             return False
-        return True
+        return (self._folder / MARKER).is_file()
 
     def _unclaim(self) -> None:
         if self._claim >= 0:

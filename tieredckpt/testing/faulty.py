@@ -36,7 +36,7 @@ import numpy as np
 
 from tieredckpt.blobs.base import BlobStore, Stretch, span
 from tieredckpt.blobs.wrap.forward import Forward, Operation
-from tieredckpt.concurrency import outlast
+from tieredckpt.concurrency import outlast, shielded
 from tieredckpt.errors import NoSpace, ShortRead, TieredCkptError, TierUnavailable
 from tieredckpt.format.digest import copy_start_and_digest
 
@@ -61,7 +61,7 @@ class Hold:
 
     async def reached(self) -> None:
         """Wait until a call has come here."""
-        await asyncio.shield(asyncio.wrap_future(self._reached))
+        await shielded(asyncio.wrap_future(self._reached))
 
     def wait(self, timeout: float) -> None:
         """The same from a thread without an event loop; `TimeoutError` after ``timeout`` seconds."""
@@ -85,7 +85,7 @@ class Hold:
         """Come to this place; returns once it is released."""
         self._resolve(self._reached)
         released = asyncio.wrap_future(self._released)
-        await (outlast(released) if self._stubborn else asyncio.shield(released))
+        await (outlast(released) if self._stubborn else shielded(released))
 
 
 @dataclass(frozen=True, slots=True)

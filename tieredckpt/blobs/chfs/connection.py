@@ -12,7 +12,7 @@ import msgspec
 from tieredckpt.blobs.base import Outgrown, Unanswered
 from tieredckpt.blobs.chfs import frames, ring
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.concurrency import note, outlast
+from tieredckpt.concurrency import note, outlast, shielded
 from tieredckpt.errors import Closed, TieredCkptError
 
 __all__ = ["Connection"]
@@ -92,7 +92,7 @@ class Connection:
             self._starting.add_done_callback(note)
         starting = self._starting
         try:
-            return await asyncio.shield(starting)
+            return await shielded(starting)
         except asyncio.CancelledError:
             if self.closed and starting.cancelled():
                 raise Closed(f"the store at {self.location} was closed") from None

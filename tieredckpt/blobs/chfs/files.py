@@ -16,7 +16,7 @@ from itertools import count
 
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.concurrency import note, whole
+from tieredckpt.concurrency import note, shielded, whole
 from tieredckpt.errors import TieredCkptError
 
 __all__ = ["Files"]
@@ -75,7 +75,7 @@ class Files:
             entry = self._entry(link, path)
             entry.users += 1
             try:
-                yield await asyncio.shield(entry.opening)
+                yield await shielded(entry.opening)
             except BaseException:
                 self._leave(path, entry)
                 raise

@@ -21,7 +21,7 @@ from tieredckpt.blobs.base import Buffer, Unanswered
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.process import Process
 from tieredckpt.blobs.ram.regions import Region, locate
-from tieredckpt.concurrency import note, outlast
+from tieredckpt.concurrency import note, outlast, shielded
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
 __all__ = ["Link"]
@@ -119,7 +119,7 @@ class Link:
             self._asked_at[number] = time.monotonic()
         self._send(msgspec.msgpack.encode(frames.Request(number, command)), fds)
         try:
-            return await asyncio.shield(answer)
+            return await shielded(answer)
         except asyncio.CancelledError:
             await outlast(asyncio.ensure_future(self._let_go(answer, type(command).__name__)))
             raise
@@ -142,7 +142,7 @@ class Link:
             task = asyncio.ensure_future(self._map(region))
             task.add_done_callback(note)
             self._mapped[region.number] = region, task
-        await asyncio.shield(self._mapped[region.number][1])
+        await shielded(self._mapped[region.number][1])
         return region.number, offset, memoryview(memory).nbytes
 
     async def _map(self, region: Region) -> None:

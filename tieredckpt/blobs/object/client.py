@@ -18,7 +18,7 @@ from tieredckpt._redact import secrets_of
 from tieredckpt.blobs.base import BlobInfo, Buffer, Unanswered
 from tieredckpt.blobs.object import aws_profile
 from tieredckpt.blobs.object.refusals import meaning, without_secrets
-from tieredckpt.concurrency import outlast
+from tieredckpt.concurrency import outlast, shielded
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
 from tieredckpt.errors import Invalid, NotFound, TieredCkptError
 from tieredckpt.units import format_size
@@ -123,7 +123,7 @@ class Client:
         with self._errors(key, "written"):
             running = asyncio.ensure_future(put())
             try:
-                await asyncio.shield(running)
+                await shielded(running)
             except asyncio.CancelledError:
                 cancelled = True
                 try:

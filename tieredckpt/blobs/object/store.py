@@ -25,7 +25,7 @@ from tieredckpt.blobs.base import (
 from tieredckpt.blobs.object.client import LISTED_AT_ONCE, Client, Range
 from tieredckpt.blobs.object.landing import Landing
 from tieredckpt.blobs.object.throttle import SlowDown, Throttle
-from tieredckpt.concurrency import in_thread, outlast
+from tieredckpt.concurrency import in_thread, outlast, shielded
 from tieredckpt.errors import Closed, Corrupt, Invalid, ShortRead, TierUnavailable
 
 __all__ = ["ObjectStore"]
@@ -268,7 +268,7 @@ async def _ended(request: Coroutine[Any, Any, None], small: bool) -> None:
         return
     running = asyncio.ensure_future(request)
     try:
-        await asyncio.shield(running)
+        await shielded(running)
     except asyncio.CancelledError:
         await outlast(asyncio.ensure_future(asyncio.wait([running], timeout=_ENDS_WITHIN)))
         running.cancel()

@@ -17,7 +17,7 @@ from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
 from tieredckpt.blobs.posix.transfer import O_DIRECT
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 
-__all__ = ["describe", "foreign", "new_temporary", "open_regular", "probe", "sync_folder", "unusable"]
+__all__ = ["describe", "foreign", "is_folder", "new_temporary", "open_regular", "probe", "sync_folder", "unusable"]
 
 _CANNOT_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """What fsync(2) of a folder gets where there is none, as on AFS, SMB and some of FUSE."""
@@ -57,6 +57,18 @@ def unusable(error: OSError, path: Path) -> TierUnavailable:
         case _:
             what = "check that the file system is mounted and healthy"
     return TierUnavailable(f"{path} cannot be used as a tier: {error.strerror or error}; {what}")
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder. Raises `OSError`, which `Path.is_dir` takes for a no from Python 3.14 on."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def new_temporary() -> str:

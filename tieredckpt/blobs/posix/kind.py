@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from tieredckpt.blobs.base import BlobStore, Survives
-from tieredckpt.blobs.posix.files import unusable
+from tieredckpt.blobs.posix.files import is_folder, unusable
 from tieredckpt.blobs.posix.system import (
     COHERENT,
     LUSTRE,
@@ -75,7 +75,7 @@ def _made(tier: FolderTier, system: System, stated: int | None, *, read_only: bo
     """As `_make`. Raises `OSError` too."""
     from tieredckpt.blobs.posix.store import PosixStore
 
-    found, is_there = system.type_of(nearest(tier.path)), tier.path.is_dir()
+    found, is_there = system.type_of(nearest(tier.path)), is_folder(tier.path)
     if stated not in (None, found) and found:  # 0: this platform does not say
         raise TierUnavailable(
             f"tier {tier.name!r}: {tier.path} is on {name_of(found)}, not on {name_of(stated or 0)}; is it mounted? "

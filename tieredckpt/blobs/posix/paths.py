@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import ClassVar
 
 from tieredckpt.blobs.base import BlobInfo
-from tieredckpt.blobs.posix.files import describe, foreign, new_temporary, open_regular, sync_folder, unusable
+from tieredckpt.blobs.posix.files import (
+    describe,
+    foreign,
+    is_folder,
+    new_temporary,
+    open_regular,
+    sync_folder,
+    unusable,
+)
 from tieredckpt.blobs.posix.transfer import BLOCK
 from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
 
@@ -77,14 +85,14 @@ class Folders:
         Raises `TieredCkptError`.
         """
         try:
-            if not self.root.is_dir():
+            if not is_folder(self.root):
                 if not self.exact:
                     self.root.parent.mkdir(parents=True, exist_ok=True)
-                for path in reversed([path for path in (self.root, *self.root.parents) if not path.is_dir()]):
+                for path in reversed([path for path in (self.root, *self.root.parents) if not is_folder(path)]):
                     try:
                         self._make_one(path)
                     except FileExistsError:
-                        if not path.is_dir():
+                        if not is_folder(path):
                             raise
                         self._complete(path)
                 if self.fsync:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tieredckpt.concurrency import in_thread, outlast, told_to_end
+from tieredckpt.concurrency import in_thread, outlast, shielded, told_to_end
 from tieredckpt.engine import limits
 from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.deltas import VERSION, RamDelta, adopt_tier, event_of, settings_of
@@ -376,7 +376,7 @@ class AgentClient:
 
         try:
             with suppress(TierUnavailable):
-                await asyncio.shield(pinning)
+                await shielded(pinning)
             yield
         finally:
             pinning.add_done_callback(unpin)  # also where a cancelled reader has not waited for the answer

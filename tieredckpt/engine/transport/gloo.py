@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tieredckpt.concurrency import in_thread, note, whole
+from tieredckpt.concurrency import in_thread, note, shielded, whole
 from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.transport.foreign_thread import Aside
 from tieredckpt.errors import Closed, RanksUnavailable
@@ -250,7 +250,7 @@ class GlooBulk:
         if peer not in self._groups:
             self._groups[peer] = asyncio.create_task(self._make_group(peer, deadline), name="tieredckpt gloo group")
             self._groups[peer].add_done_callback(note)
-        return await asyncio.shield(self._groups[peer])
+        return await shielded(self._groups[peer])
 
     async def _make_group(self, peer: int, deadline: float) -> Any:
         await self._messages.send([peer], _TOPIC, b"")
