@@ -14,7 +14,8 @@ __all__ = ["as_number", "checked_metrics", "checked_patterns", "checked_step"]
 def checked_step(step: Any) -> int:
     """``step`` as an int; also of NumPy. Raises `Invalid` for what is no step of a training."""
     try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
+        # NumPy before 2.4 takes its own for numbers, with a warning.
+        number = -1 if isinstance(step, bool) or str(getattr(step, "dtype", "")) == "bool" else operator.index(step)
     except TypeError:
         number = -1
     if number < 0:
@@ -44,8 +45,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
 def as_number(name: str, value: Any) -> float:
     """The value of the metric ``name`` as a float. Raises `Invalid`, naming it, for what is no number."""
     try:
-        if isinstance(value, str | bytes | bytearray):
-            raise TypeError("text is no number")
+        if isinstance(value, str | bytes | bytearray) or (type(value).__module__ == "numpy" and value.ndim):
+            raise TypeError("neither text nor an array of NumPy is a number")
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(value).__name__

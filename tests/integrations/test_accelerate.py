@@ -82,6 +82,7 @@ class Position:
 
 
 def test_a_training_that_was_killed_ends_as_one_that_was_not(start: Start, tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     whole, killed = start(train, tmp_path / "whole", -1), start(train, tmp_path / "killed", 9)
