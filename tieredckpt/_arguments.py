@@ -14,7 +14,7 @@ __all__ = ["as_number", "checked_metrics", "checked_patterns", "checked_step"]
 def checked_step(step: Any) -> int:
     """``step`` as an int; also of NumPy. Raises `Invalid` for what is no step of a training."""
     try:
-        # NumPy before 2.4 takes its own for numbers, with a warning.
+        # NumPy before 2.4 makes an index of its own bool, with a warning, and a float of an array of one.
         number = -1 if isinstance(step, bool) or str(getattr(step, "dtype", "")) == "bool" else operator.index(step)
     except TypeError:
         number = -1

@@ -31,7 +31,7 @@ T = TypeVar("T")
 async def shielded(running: asyncio.Future[T]) -> T:
     """The result of ``running``, which a cancellation of the caller leaves alone.
 
-    As `asyncio.shield`, which from Python 3.14 on logs an error that comes after its caller was cancelled.
+    An error that comes after that is noted. `asyncio.shield` logs it, from Python 3.14 on.
     """
     if not running.done():
         try:

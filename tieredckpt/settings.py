@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic.functional_validators import ModelWrapValidatorHandler
+from pydantic.functional_validators import ModelWrapValidatorHandler  # where pydantic 2.10 has it
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from tieredckpt._redact import redacted

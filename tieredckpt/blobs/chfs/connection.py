@@ -89,7 +89,6 @@ class Connection:
             return self.link
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
-            self._starting.add_done_callback(note)
         starting = self._starting
         try:
             return await shielded(starting)

@@ -16,7 +16,7 @@ from itertools import count
 
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.link import Link
-from tieredckpt.concurrency import note, shielded, whole
+from tieredckpt.concurrency import shielded, whole
 from tieredckpt.errors import TieredCkptError
 
 __all__ = ["Files"]
@@ -106,7 +106,6 @@ class Files:
             entry = None
         if entry is None:
             opening = asyncio.ensure_future(self._open(link, path))
-            opening.add_done_callback(note)
             entry = self._read[path] = _Open(link, opening, time.monotonic())
         self._read.move_to_end(path)
         return entry

@@ -139,9 +139,7 @@ class Link:
         if region.number not in self._mapped:
             await self._unmap_closed()
         if region.number not in self._mapped:
-            task = asyncio.ensure_future(self._map(region))
-            task.add_done_callback(note)
-            self._mapped[region.number] = region, task
+            self._mapped[region.number] = region, asyncio.ensure_future(self._map(region))
         await shielded(self._mapped[region.number][1])
         return region.number, offset, memoryview(memory).nbytes
 

@@ -112,7 +112,7 @@ class Folders:
         return False
 
     def sync(self, folder: Path) -> None:
-        """Put the names in a folder on stable media. A file system that cannot is told of once. Raises `OSError`."""
+        """Put the names in a folder on stable media; warn once of a file system that cannot. Raises `OSError`."""
         if not sync_folder(folder) and "names" not in self.facts:
             self.facts["names"] = "this file system cannot sync folders: a power cut may lose new files"
             _log.warning("%s: %s", self.root, self.facts["names"])

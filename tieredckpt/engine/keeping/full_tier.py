@@ -113,7 +113,7 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
     """
     if not state.collects(tier):
         return False
-    on_device, before = fits(tier, need), tier.used  # else its capacity is full, which counts what leaves
+    on_device = fits(tier, need)  # else its capacity is full, which counts what leaves
     if on_device:
         tier.health.lacked = max(tier.health.lacked, need)
         if _is_in_vain(tier):
@@ -127,6 +127,7 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
     if not going or await collector.freed_by(going, tier) < lacking:
         return False
     retained = set(going).difference(leaving(state, tier))
+    before = tier.used
     for older in going:
         if await collector.evictor.try_evict(older, tier):
             if older in retained:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tieredckpt.concurrency import in_thread, note, shielded, whole
+from tieredckpt.concurrency import in_thread, shielded, whole
 from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.transport.foreign_thread import Aside
 from tieredckpt.errors import Closed, RanksUnavailable
@@ -249,7 +249,6 @@ class GlooBulk:
         """The group with a rank; all who ask for it wait for the same one."""
         if peer not in self._groups:
             self._groups[peer] = asyncio.create_task(self._make_group(peer, deadline), name="tieredckpt gloo group")
-            self._groups[peer].add_done_callback(note)
         return await shielded(self._groups[peer])
 
     async def _make_group(self, peer: int, deadline: float) -> Any:
