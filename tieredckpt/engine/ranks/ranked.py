@@ -325,6 +325,8 @@ class Ranked:
                 self.restores.rendezvous.apply_report(rank, message)
             case Damaged() | Signalled() | Wanted():
                 self.reports.apply(rank, message)
+            case dropped:
+                await self.votes.part_dropped(rank, StepId(dropped.serial, dropped.step))
 
     async def _not_promoted(self, failed: Aborted) -> None:
         assert failed.tier is not None
