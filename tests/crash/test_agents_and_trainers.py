@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -28,9 +29,9 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.config import to_toml
 from tieredckpt.engine.agent import process as agent_process
 from tieredckpt.engine.agent.client import AgentClient
-from tieredckpt.engine.agent.messages import FromAgent, Response
+from tieredckpt.engine.agent.messages import FromAgent, Hello, Response
 from tieredckpt.engine.agent.process import claim, lives
-from tieredckpt.engine.agent.wire import SOCKET, Wire
+from tieredckpt.engine.agent.wire import SOCKET, Wire, accept, listen
 from tieredckpt.engine.mode.beside_agent import BesideAgent
 from tieredckpt.engine.restoring.source import StepSource, pinned
 from tieredckpt.errors import Conflict, Invalid, NoSpace, TierUnavailable
@@ -405,6 +406,29 @@ async def test_an_agent_with_another_configuration_makes_room_for_one_that_has_t
             await store.save(step, tree(step))
         await store.flush()
         assert [info.step for info in await store.steps() if "disk" in info.tiers] == [*range(1, 9)]
+
+
+async def test_an_agent_makes_room_for_a_trainer_of_another_version_that_it_cannot_understand(
+    slow: StoreConfig, ram_folder: Path
+) -> None:
+    """Promise 5: or nothing would be promoted until somebody ends it, for it holds the folder's lock."""
+    await asyncio.to_thread(save_and_die, slow, 1)
+    agent = agent_of(ram_folder)
+    with contextlib.closing(listen(ram_in(ram_folder))) as sock:
+
+        async def greet() -> None:
+            while True:  # it may call again
+                wire = await accept(sock)
+                wire.send(Hello("999.0", "", "", made_up=False, slab="", capacity=0))
+                wire.send({"type": "of a later version"})
+                await asyncio.sleep(0.1)
+                await wire.close()
+
+        greeting = asyncio.create_task(greet())
+        go_on(ram_folder)
+        await asyncio.to_thread(wait_for_end, agent)
+        greeting.cancel()
+    assert "another configuration or version" in log_of(ram_folder)
 
 
 async def test_memory_that_was_taken_away_is_made_anew_and_the_agent_finds_it(

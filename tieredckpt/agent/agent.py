@@ -262,11 +262,13 @@ class Agent:
     async def _serve(self, wire: Wire) -> messages.Goodbye:
         """Receive from a trainer until it sends `Goodbye`. Raises `Parted` if it ends without."""
         hello: messages.FromTrainer = await wire.read(messages.FromTrainer, _HELLO)
-        in_ram: messages.FromTrainer = await wire.read(messages.FromTrainer, _HELLO)
-        if not isinstance(hello, messages.Hello) or not isinstance(in_ram, messages.InRam):
-            raise Parted("it does not begin with its name and what it has")
+        if not isinstance(hello, messages.Hello):
+            raise Parted("it does not begin with its name")
         if (hello.version, hello.settings) != (VERSION, settings_of(self._config)):
-            self._give_up(wire, hello)
+            self._give_up(wire, hello)  # what follows may be of a form that this version cannot read
+        in_ram: messages.FromTrainer = await wire.read(messages.FromTrainer, _HELLO)
+        if not isinstance(in_ram, messages.InRam):
+            raise Parted("it does not go on with what it has")
         try:
             if self._opened:
                 await self._see(hello)

@@ -70,6 +70,8 @@ class AgentClient:
         self._meeting: asyncio.Task[None] | None = None
         self._talk: asyncio.Task[None] | None = None
         self._opening: set[asyncio.Task[None]] = set()
+        self._connecting: set[str] = set()
+        """Tiers that this process opens at present: they work for the agent, and could not be opened here before."""
         self.dead: tuple[Holder, ...] = ()
         """Dead writers that the agent found when it connected first."""
 
@@ -264,7 +266,8 @@ class AgentClient:
             state.identity.marker, state.identity.made_up = delta.marker, False
             self._behind(mark_ram(state))
         tier = adopt_tier(state, delta)
-        if tier.blobs is None and delta.known:
+        if tier.blobs is None and delta.known and tier.name not in self._connecting:
+            self._connecting.add(tier.name)
             self._behind(self._open(tier))
 
     def _behind(self, work: Coroutine[Any, Any, None]) -> None:
@@ -273,10 +276,19 @@ class AgentClient:
         task.add_done_callback(self._opening.discard)
 
     async def _open(self, tier: Tier) -> None:
+        failures = 0
         try:
-            await tier.open()
-        except TieredCkptError as error:
-            _log.warning("tier %r works for the agent, and cannot be read here: %s", tier.name, error)
+            while tier.blobs is None:
+                try:
+                    await tier.open()
+                except TieredCkptError as error:
+                    level = logging.INFO if failures else logging.WARNING
+                    _log.log(level, "tier %r works for the agent, and cannot be read here: %s", tier.name, error)
+                    retry = limits.backoff(limits.in_force.first_retry, limits.in_force.last_retry, failures)
+                    failures += 1
+                    await asyncio.sleep(retry)
+        finally:
+            self._connecting.discard(tier.name)
 
     # -- deltas and requests ------------------------------------------------------------------------------
 

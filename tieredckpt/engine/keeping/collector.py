@@ -86,6 +86,7 @@ class Collector:
         for step in tuple(tier.steps.parts):
             if step not in self._state.membership.undecided:
                 await self.evictor.let_part_go(step, tier)
+                self._state.membership.part_dropped(step)
         going = leaving(self._state, tier)
         if tier.in_memory:
             going += [step for step in sorted(tier.steps.held) if step not in going and self._elsewhere(step, tier)]

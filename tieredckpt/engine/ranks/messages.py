@@ -24,6 +24,7 @@ __all__ = [
     "Evicted",
     "Logged",
     "Opened",
+    "PartDropped",
     "Promote",
     "Promoted",
     "RendezvousComplete",
@@ -297,7 +298,14 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
     tier: str
 
 
-Reported = RestoreRequested | RestoreJoined | RestoreWithdrawn | Damaged | Signalled | Wanted
+class PartDropped(msgspec.Struct, frozen=True, tag=True):
+    """A rank has dropped its part of a step that it voted for, to make room: rank 0 had not decided for too long."""
+
+    step: int
+    serial: int
+
+
+Reported = RestoreRequested | RestoreJoined | RestoreWithdrawn | Damaged | Signalled | Wanted | PartDropped
 """The messages of the other ranks' logs, which rank 0 applies."""
 
 

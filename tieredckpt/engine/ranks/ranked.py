@@ -325,6 +325,8 @@ class Ranked:
                 self.restores.rendezvous.apply_report(rank, message)
             case Damaged() | Signalled() | Wanted():
                 self.reports.apply(rank, message)
+            case dropped:
+                await self.votes.part_dropped(rank, StepId(dropped.serial, dropped.step))
 
     async def _not_promoted(self, failed: Aborted) -> None:
         assert failed.tier is not None
@@ -351,19 +353,15 @@ class Ranked:
 
     async def _evicted(self, evicted: Evicted) -> None:
         step, tier = StepId(evicted.serial, evicted.step), self._state.tier(evicted.tier)
-        if tier.in_memory:
-            if step not in tier.steps.held:
-                adopt_if_gone(self._state, step)
-                return
+        if not tier.in_memory:
+            tier.steps.drop(step)
+            self._collector.evictor.tell_gone((step,), tier)
+        elif step in tier.steps.held:
             await self._collector.evictor.let_part_go(step, tier)
             self._give_back()
-        else:
-            tier.steps.drop(step)
-            tier.steps.tombstones.add(step)
-        adopt_if_gone(self._state, step)
-        self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
-        if tier.in_memory:
+            self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
             self._gone.remove((step.serial, step.step))  # rank 0 knows
+        adopt_if_gone(self._state, step)
 
     def _tier_changed(self, changed: TierChanged) -> None:
         tier = self._state.tier(changed.tier)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tieredckpt.engine.tier.tier import Tier
@@ -45,6 +46,8 @@ class Membership:
     """Steps that this rank saved, and the ranks have not agreed on yet."""
     failed: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that this rank saved, and the ranks did not agree on."""
+    part_dropped: Callable[[StepId], None] = lambda step: None
+    """Called when this rank's part of a step that may be none was dropped, to make room."""
     replicated: dict[StepId, int] = field(default_factory=dict)
     """Steps whose parts all lie in the RAM of several nodes, and of how many."""
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from support.agents import eventually
 from support.insight import tier_of
+from support.limits import limit
 from support.scenes import CHUNK, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import BlobStore
 from tieredckpt.engine.tier.slab_index import slab_size
+from tieredckpt.errors import TierUnavailable
 
 
 @pytest.fixture
@@ -57,3 +63,41 @@ async def test_orders_for_ram_are_the_trainers_and_others_the_agents(store: Chec
     await (await store.save(2, {"epoch": 2})).reached("disk")
     await store.evict(1, "disk")
     assert await store.all_steps() == (2,)
+
+
+async def test_a_tier_that_the_agent_alone_can_open_is_told_once_and_connected_to_once(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at every word of the agent: a connection takes descriptors and threads."""
+    limit(monkeypatch, first_retry=0.01)
+    disk = tier_of(store, "disk")
+    connect, tries, works = disk.connect, 0, asyncio.Event()
+
+    async def connect_late() -> BlobStore:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise TierUnavailable("it is not mounted here")
+        await works.wait()
+        return await connect()
+
+    async def lose() -> None:
+        assert disk.blobs is not None
+        await disk.blobs.close()
+        disk.blobs, disk.connect = None, connect_late
+
+    await store._life.loop.call(lose())
+    for step in range(1, 4):
+        await (await store.save(step, {"epoch": step})).reached("disk")
+    await asyncio.to_thread(eventually, lambda: tries >= 3, "it is tried again")
+    for step in range(4, 7):
+        await (await store.save(step, {"epoch": step})).reached("disk")
+
+    async def go_on() -> None:
+        works.set()
+
+    await store._life.loop.call(go_on())
+    await asyncio.to_thread(eventually, lambda: disk.blobs is not None, "the tier is open here, too")
+    assert tries == 3
+    told = [record for record in caplog.records if "cannot be read here" in record.getMessage()]
+    assert [record.levelname for record in told if record.levelno >= logging.WARNING] == ["WARNING"]

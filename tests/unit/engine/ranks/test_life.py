@@ -23,7 +23,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.ram.folder import take
 from tieredckpt.errors import Conflict, Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
-from tieredckpt.events import TierFailed
+from tieredckpt.events import StepEvicted, TierFailed
 from tieredckpt.preempt import preemption
 
 
@@ -311,3 +311,18 @@ async def test_settings_that_only_ranks_have_are_checked(place: Place) -> None:
     with pytest.raises(Invalid, match="ranks is"):
         async with CheckpointStore.open(config({"disk": folder(place.disk)}), ranks="all"):
             pass
+
+
+async def test_a_long_training_remembers_no_more_of_steps_that_are_gone(place: Place) -> None:
+    """No rank's memory grows with the steps that were saved and evicted, nor with copies that nobody makes."""
+    retained = {"retain": {"kind": "last_n", "n": 2}}
+    settings = {"replicas": 2, "capacity": "2 MiB"}  # on one node
+    async with place.open(2, disk_settings=retained, ram_settings=settings) as ranks:
+        for step in range(1, 13):
+            await ranks.reached(await ranks.save(step), "disk")
+        for store, heard in zip(ranks.stores, ranks.heard, strict=True):
+            await heard.first(StepEvicted, lambda event: event.tier == "disk" and event.step == 10)
+            engine = store._life.engine
+            held = sum(len(tier.steps.held) for tier in engine.state.tiers)
+            assert len(engine.state.tier("disk").steps.tombstones) <= held + 1
+            assert len(engine.mode.ranked.replicas._has) <= held

@@ -23,7 +23,7 @@ from tieredckpt.engine.ranks.commit.merged import MergedStep, MergedSteps, witho
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.group import Group
-from tieredckpt.engine.ranks.messages import Aborted, Committed, CompareReplicas, Save
+from tieredckpt.engine.ranks.messages import Aborted, Committed, CompareReplicas, PartDropped, Save
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.wire_types import Failure, brief, decode, encode
 from tieredckpt.errors import Conflict, RanksUnavailable, TieredCkptError
@@ -86,6 +86,9 @@ class Votes:
         """At rank 0: the ranks that differed in the last save that was compared."""
         self._open: set[str] = set()
         """At rank 0: the attempts that it is deciding on."""
+        self._dropped: dict[StepId, list[int]] = {}
+        """At rank 0: the ranks that have dropped their parts of steps on which it has not decided."""
+        state.membership.part_dropped = self._report_dropped
 
     # -- this rank's saves --------------------------------------------------------------------------------
 
@@ -164,18 +167,22 @@ class Votes:
             return
         while attempt in self._announced and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await self._state.changed.wait(left)
-        self._mark_indeterminate(
-            attempt, step, f"rank {COORDINATOR} has not decided on it within {self._group.deadline:g} s"
-        )
+        silent = f"rank {COORDINATOR} has not decided on it within {self._group.deadline:g} s"
+        self._mark_indeterminate(attempt, step, silent)
 
     def _mark_indeterminate(self, attempt: str, step: StepId, reason: str) -> None:
-        """Stop waiting; the part stays, as rank 0 may still decide."""
+        """Stop waiting; the part stays while there is room, as rank 0 may still decide."""
         if attempt in self._announced:
             self._group.missed([COORDINATOR])
             self.comparison.forget(attempt)
             self._state.membership.undecided.discard(step)
             self._state.branch.failed(step)
             self._fail(step, (COORDINATOR,), reason)
+
+    def _report_dropped(self, step: StepId) -> None:
+        """Report that this rank has no part any more of a step that it voted for; rank 0 may still decide on it."""
+        if step in self._announced.values():
+            self._group.report(PartDropped(step.step, step.serial))
 
     # -- rank 0's decision ----------------------------------------------------------------------------
 
@@ -190,6 +197,8 @@ class Votes:
             self._check(step, differing)
             parts = {rank: save.part for rank, save in saves.items()}
             whole = await in_thread(_merged, parts, pool=self._state.pool)
+            if dropped := self._dropped.pop(step, None):
+                raise RanksUnavailable(f"{_named(dropped)} dropped a part of it to make room meanwhile", dropped)
         except (RanksUnavailable, TieredCkptError) as error:
             self._open.discard(attempt)
             ranks: Sequence[int] = error.ranks if isinstance(error, RanksUnavailable) else ()
@@ -224,6 +233,13 @@ class Votes:
         await self._apply_committed(committed)
         if tier is not None:
             await self._commit_streamed(step, tier, parts)
+
+    async def part_dropped(self, rank: int, step: StepId) -> None:
+        """Abort the vote on a step of which a rank has dropped its part, or count the step as not held any more."""
+        if step in self._state.tiers[0].steps.held:
+            await self._forget(((step.serial, step.step),))
+        else:
+            self._dropped.setdefault(step, []).append(rank)
 
     def _check(self, step: StepId, differing: Sequence[Difference]) -> None:
         """Log replicas that are not equal, but not again while the same ranks differ.

@@ -221,6 +221,9 @@ class Replication:
 
     def saved(self, step: StepId) -> None:
         """Note that a step was committed, so each rank has its own part of it."""
+        held = self._own.steps.held  # what has left RAM is copied no more, and would pile up where no copy succeeds
+        self._has = {known: has for known, has in self._has.items() if known in held}
+        self._tried &= held.keys()
         for rank in range(self._group.size):
             self._note(step, rank, rank)
 

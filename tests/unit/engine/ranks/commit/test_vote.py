@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
 from support.limits import limit
-from support.scenes import SOON
+from support.scenes import SOON, ram
 
 from tieredckpt import Shard
 from tieredckpt.errors import NotFound, RanksUnavailable
-from tieredckpt.events import CommitFailed, SaveSkipped, StepCommitted
+from tieredckpt.events import CommitFailed, SaveSkipped, StepCommitted, StepEvicted
 from tieredckpt.testing.faulty import Hold
 
 SIZE = 3
@@ -251,3 +251,29 @@ async def test_what_is_given_up_leaves_its_memory(place: Place) -> None:
             async with asyncio.timeout(20):
                 while ram.slab.used:  # the part goes just after the failure was told
                     await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("decided", [False, True], ids=["before the decision", "while it is on the way"])
+async def test_a_step_of_which_a_rank_has_dropped_its_part_replaces_no_good_copy(place: Place, decided: bool) -> None:
+    """Promises 3 and 6: rank 1 makes room with what it voted for and what rank 0 had not decided on for too long."""
+    tiers = {"ram": ram(place.shared_memory, capacity=1_200_000, on_close="keep")}  # for two steps
+    async with place.open(2, tiers=tiers, crashing=True) as ranks:
+        await ranks.reached(await ranks.save(1), "ram")
+        ranks.let_wait(DEADLINE)
+        await ranks.save(2, ranks=[1])
+        await ranks.failed([1], step=2)
+        held: Hold | None = ranks.world.hold(1, "send", topic="log/*") if decided else None
+        await ranks.save(3, ranks=[1])
+        ranks.let_wait(SOON)
+        (late,) = await ranks.save(2, ranks=[0])
+        if held is not None:
+            await late.reached("ram")
+            held.release()
+            await ranks.heard[0].first(StepEvicted, lambda event: event.step == 2)
+        else:
+            with pytest.raises(RanksUnavailable, match="rank 1 has dropped"):
+                await late.reached("ram")
+        assert [step.step for step in await ranks[0].steps()] == [1]
+    async with place.open(2, tiers=tiers) as ranks:
+        for restored in await ranks.restored():
+            assert_whole(restored, 1)
