@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, Invalid, Shard, SyncCheckpoint, SyncStore, TieredCkptError
 from tieredckpt.integrations._copies import with_copies
 from tieredckpt.integrations._module_state import load_module_state, module_state, module_targets
+from tieredckpt.integrations._optimizers import with_groups_of, without_steps
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 
 __all__ = ["TrainingState"]
@@ -276,7 +277,7 @@ class TrainingState:
             if isinstance(part, torch.nn.Module):
                 return module_state(part)
             if isinstance(part, torch.optim.Optimizer):
-                with _without_steps(part):
+                with without_steps(part):
                     return get_optimizer_state_dict(self._owner(name), part)
             return part.state_dict() if _has_state(part) else part
 
@@ -286,9 +287,10 @@ class TrainingState:
             if isinstance(part, torch.nn.Module):
                 load_module_state(name, part, stored)
             elif isinstance(part, torch.optim.Optimizer):
+                stored = with_groups_of(name, self._stored(name)["param_groups"], stored)
                 # Which parameters have a state is what the step says, and was matched when it was restored.
                 options = StateDictOptions(strict=False)
-                with _without_steps(part):
+                with without_steps(part):
                     set_optimizer_state_dict(self._owner(name), part, optim_state_dict=stored, options=options)
             elif _has_state(part):
                 part.load_state_dict(stored)
@@ -365,19 +367,6 @@ def _naming(name: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise Invalid(f"part {name!r} could not {what}: {error}") from error
-
-
-@contextmanager
-def _without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep torch from giving an optimizer that has no state yet one, by a step that the training did not make."""
-    own = vars(optimizer).get("step")
-    optimizer.step = lambda closure=None: None
-    try:
-        yield
-    finally:
-        del optimizer.step
-        if own is not None:  # a scheduler's
-            optimizer.step = own
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
