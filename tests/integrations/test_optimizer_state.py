@@ -72,7 +72,7 @@ def test_a_restore_that_fails_leaves_the_settings_of_such_an_optimizer(opened: S
     model, optimizer = made("SparseAdam", 1)
     TrainingState(model=model, optimizer=optimizer).save(opened, 1)
     model, optimizer = made("Sharpness", 1)
-    with pytest.raises(Invalid, match="does not fit the step"):
+    with pytest.raises(Invalid, match="does not fit step 1"):
         TrainingState(model=model, optimizer=optimizer).restore(opened)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert all(parameter.grad is None for parameter in model.parameters())
