@@ -68,7 +68,10 @@ class StoreLife:
     def loop(self) -> EngineLoop:
         """The loop that runs the store's work. Raises `Closed` before opening, and in a process forked since."""
         if self._loop is None:
-            raise Closed("the store is not open yet: use `async with`, or await it")
+            raise Closed(
+                "the store is not open yet: use `async with`, or await it; a blocking one opens with `with`, or as "
+                "CheckpointStore.open_sync"
+            )
         self._loop.thread.check_process()
         return self._loop
 

@@ -183,6 +183,33 @@ def test_seeds_of_samplers_come_back_on_any_number_of_processes(
     assert alone[:2] == saved[0][:2]
 
 
+def _other_loaders(folder: Path) -> list[str]:
+    """What `load_state` says of a step with one data loader, with none prepared, and with two."""
+    data = torch.utils.data.TensorDataset(torch.arange(4.0))
+    told = []
+    with CheckpointStore.open_sync({"tiers": {"disk": {"kind": "posix", "path": str(folder / "disk")}}}) as store:
+        for number in (1, 0, 2):
+            accelerator = accelerate.Accelerator(cpu=True)
+            accelerator.free_memory()
+            for _ in range(number):
+                accelerator.prepare(torch.utils.data.DataLoader(data, shuffle=True))
+            if number == 1:
+                integration.save_state(accelerator, store, 1)
+                continue
+            with pytest.raises(Invalid) as found:
+                integration.load_state(accelerator, store)
+            told.append(str(found.value))
+    return told
+
+
+def test_another_number_of_data_loaders_is_named(start: Start, tmp_path: Path) -> None:
+    told = start(_other_loaders, tmp_path).result()
+    assert [text.partition(":")[0] for text in told] == [
+        "step 1 has 1 data loaders, and 0 are prepared",
+        "step 1 has 1 data loaders, and 2 are prepared",
+    ]
+
+
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])
 def test_engines_that_keep_their_state_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = accelerate.Accelerator(cpu=True)

@@ -72,10 +72,57 @@ def test_a_restore_that_fails_leaves_the_settings_of_such_an_optimizer(opened: S
     model, optimizer = made("SparseAdam", 1)
     TrainingState(model=model, optimizer=optimizer).save(opened, 1)
     model, optimizer = made("Sharpness", 1)
-    with pytest.raises(Invalid, match="does not fit the step"):
+    with pytest.raises(Invalid, match="does not fit step 1"):
         TrainingState(model=model, optimizer=optimizer).restore(opened)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def grouped(groups: list[list[int]], rates: list[float], momentum: float = 0.9) -> tuple[Any, Any]:
+    """A model, and its optimizer, of which each group has the layers with these numbers."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    layers = [{"params": [p for i in each for p in model[i].parameters()]} for each in groups]
+    options = [{**each, "lr": rate} for each, rate in zip(layers, rates, strict=True)]
+    return model, torch.optim.SGD(options, momentum=momentum)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_groups_of_parameters_get_their_own_settings_in_whatever_order_they_are(
+    opened: SyncStore, momentum: float
+) -> None:
+    """Promise 4. Without momentum SGD has no state by which torch would know the parameters."""
+    model, optimizer = grouped([[0], [1, 2]], [0.1, 0.5], momentum)
+    train(model, optimizer, 1)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
+    model, optimizer = grouped([[2, 1], [0]], [0, 0], momentum)
+    TrainingState(model=model, optimizer=optimizer).restore(opened)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        ([[0, 1, 2]], [[0], [1, 2]]),
+        ([[0], [1, 2]], [[0, 1, 2]]),
+        ([[0], [1, 2]], [[0, 1], [2]]),
+        ([[0]], [[0], [1, 2]]),
+        ([[0], [1, 2]], [[0]]),
+        ([[0, 1, 2]], [[0, 1, 2], []]),
+    ],
+)
+def test_other_groups_than_the_saved_ones_are_refused_and_not_found_by_the_next_step(
+    opened: SyncStore, saved: list[list[int]], live: list[list[int]], trained: int
+) -> None:
+    """Promise 4: a group had no settings then, or those of another."""
+    model, optimizer = grouped(saved, [0.1, 0.5][: len(saved)])
+    train(model, optimizer, trained)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
+    model, optimizer = grouped(live, [0.2, 0.3][: len(live)])
+    with pytest.raises(Invalid, match=r"'optimizer': its parameters are in other groups|only in the step: 'optimizer/"):
+        TrainingState(model=model, optimizer=optimizer).restore(opened)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.3][: len(live)]
 
 
 @pytest.mark.usefixtures("one_rank")

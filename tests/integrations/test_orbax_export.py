@@ -121,6 +121,20 @@ def test_a_state_of_flax_is_restored_by_orbax(tmp_path: Path, opened: Opened) ->
         equal(one, other)
 
 
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("tree", [np.arange(3000.0), {"": np.arange(3000.0), "c": np.ones(2)}, {"a": {"": np.ones(2)}}])
+def test_an_array_without_a_name_is_restored_by_orbax(tree: Any, copy: bool, tmp_path: Path, opened: Opened) -> None:
+    """Promise 9: a tree that is one array, and an empty key, have no folder in Orbax's database."""
+    store = opened()
+    saved(store, tree)
+    export_step(store, f"orbax:{tmp_path / 'out'}", copy=copy)
+    equal(tree, ocp.PyTreeCheckpointer().restore(tmp_path / "out"))
+    import_step(f"orbax:{tmp_path / 'out'}", store, 2)
+    restored = store.restore(2, resume=False)
+    assert restored is not None
+    equal(tree, restored.tree)
+
+
 @pytest.mark.parametrize("codec", ["none", "fast", "small"])
 def test_arrays_are_linked_and_not_copied(codec: str, tmp_path: Path, opened: Opened) -> None:
     if codec != "none":

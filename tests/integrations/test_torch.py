@@ -316,8 +316,11 @@ def test_what_does_not_fit_is_named(opened: SyncStore) -> None:
         with pytest.raises(Invalid, match=why):
             other.restore(opened)
     opened.save(2, {"model": model.state_dict()})
-    with pytest.raises(NotFound, match="'about'"):
+    with pytest.raises(NotFound, match="step 2 was not saved by a TrainingState; restore it with as_='saved'"):
         TrainingState(model=model).restore(opened)
+    both = TrainingState(one=model[0], two=model[2], optimizer=optimizer)
+    with pytest.raises(Invalid, match=r"part 'optimizer': no module .* one that holds them"):
+        both.save(opened, 3)
 
 
 def test_rank_0_alone_warns_of_generators_that_were_not_saved(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,6 +57,17 @@ def test_a_cast_needs_a_tree_that_says_to_which_dtypes(store: SyncStore) -> None
         assert found.tree["w"].tolist() == list(range(10))
 
 
+def test_a_tree_that_does_not_fit_is_called_as_the_caller_did_and_the_step_is_named(store: SyncStore) -> None:
+    store.save(7, {"w": np.zeros(10)})
+    for said in ("like", "into"):
+        with pytest.raises(
+            Invalid, match=rf"^`{said}` does not fit step 7 .*'w' \({said}: float64\[9\], step: .*`{said}`"
+        ):
+            store.restore(**{said: {"w": np.zeros(9)}})
+        with pytest.raises(Invalid, match=f"^`{said}` does not fit step 7 .*: it is one float64.*, the step one dict"):
+            store.restore(**{said: np.zeros(10)})
+
+
 @pytest.mark.parametrize("name", [1, None, b"loss", ("loss",), "\ud800"], ids=ascii)
 def test_a_metric_whose_name_is_no_text_is_refused(store: SyncStore, name: Any) -> None:
     with pytest.raises(Invalid, match="the metric"):

@@ -108,5 +108,7 @@ def test_views_are_verified_when_asked(tiers: StoreConfig, tree: dict[str, Any])
 
 def test_a_call_before_opening_says_so(tiers: StoreConfig) -> None:
     store = CheckpointStore.open(tiers).sync()
-    with pytest.raises(Closed, match="not open yet"):
+    with pytest.raises(
+        Closed, match=r"not open yet: .* a blocking one opens with `with`, or as CheckpointStore\.open_sync"
+    ):
         store.steps()

@@ -47,17 +47,24 @@ def load_state(
     positions in the data and random numbers stay as they are.
 
     Returns its number, or None when the store is empty. Arguments and errors are those of `TrainingState.restore`,
-    and `Invalid` as of `save_state`.
+    and `Invalid` as of `save_state`, and where the step has another number of data loaders than are prepared.
     """
     state = _state_of(accelerator)
     found = state.restore(store, step, resume=resume)
     if found is not None:
         accelerator.step = state["step"]
-        for loader, epoch in zip(accelerator._dataloaders, state["epochs"], strict=True):
-            loader.iteration = epoch
         every = state["samplers"]
         mine = every[accelerator.process_index if len(every) == accelerator.num_processes else 0]
-        for sampler, saved in zip(_samplers(accelerator), mine, strict=True):
+        loaders, samplers = accelerator._dataloaders, _samplers(accelerator)
+        for what, stored, live in (("data loaders", state["epochs"], loaders), ("seedable samplers", mine, samplers)):
+            if len(stored) != len(live):
+                raise Invalid(
+                    f"step {found} has {len(stored)} {what}, and {len(live)} are prepared: before load_state, prepare "
+                    f"the data loaders that were prepared when it was saved, with the same configuration"
+                )
+        for loader, epoch in zip(loaders, state["epochs"], strict=True):
+            loader.iteration = epoch
+        for sampler, saved in zip(samplers, mine, strict=True):
             sampler.initial_seed, sampler.epoch = saved
     return found
 

@@ -28,9 +28,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, Invalid, Shard, SyncCheckpoint, SyncStore, TieredCkptError
+from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, Shard, SyncCheckpoint, SyncStore
+from tieredckpt.errors import Invalid, NotFound, TieredCkptError
 from tieredckpt.integrations._copies import with_copies
 from tieredckpt.integrations._module_state import load_module_state, module_state, module_targets
+from tieredckpt.integrations._optimizers import with_groups_of, without_steps
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 
 __all__ = ["TrainingState"]
@@ -166,9 +168,14 @@ class TrainingState:
 
     def _restoring(self, step: int | None, resume: bool | None) -> Generator[dict[str, Any], Any, int | None]:
         """The arguments of two restores; is sent what each restored, and returns the number of the step."""
-        head = yield {"step": step, "keys": [_ABOUT], "as_": "saved", "resume": False}
+        head = yield {"step": step, "as_": "specs", "resume": False}
         if head is None:
             return None
+        if not isinstance(head.tree, dict) or _ABOUT not in head.tree or _RANKS not in head.tree:
+            raise NotFound(
+                f"step {head.step} was not saved by a TrainingState; restore it with as_='saved', and give each part "
+                f"its state (load_state_dict)"
+            )
         about = head.tree[_ABOUT]
         live = self._live(about["state_of"])
         others = [name for name in self._parts if name not in live and name not in self._of_rank]
@@ -256,7 +263,10 @@ class TrainingState:
             if held <= set(self._parts[module].parameters()):
                 found: torch.nn.Module = self._parts[module]
                 return found
-        raise Invalid(f"part {name!r}: no module of this state has all of its parameters; give the module too")
+        raise Invalid(
+            f"part {name!r}: no module of this state has all of its parameters; give the module that has them, and of "
+            f"several modules one that holds them (torch.nn.ModuleDict)"
+        )
 
     def _saved(self, name: str) -> Any:
         """The tree to save, as `_stored`, without the buffers of DDP that another rank saves."""
@@ -276,7 +286,7 @@ class TrainingState:
             if isinstance(part, torch.nn.Module):
                 return module_state(part)
             if isinstance(part, torch.optim.Optimizer):
-                with _without_steps(part):
+                with without_steps(part):
                     return get_optimizer_state_dict(self._owner(name), part)
             return part.state_dict() if _has_state(part) else part
 
@@ -286,9 +296,10 @@ class TrainingState:
             if isinstance(part, torch.nn.Module):
                 load_module_state(name, part, stored)
             elif isinstance(part, torch.optim.Optimizer):
+                stored = with_groups_of(name, self._stored(name)["param_groups"], stored)
                 # Which parameters have a state is what the step says, and was matched when it was restored.
                 options = StateDictOptions(strict=False)
-                with _without_steps(part):
+                with without_steps(part):
                     set_optimizer_state_dict(self._owner(name), part, optim_state_dict=stored, options=options)
             elif _has_state(part):
                 part.load_state_dict(stored)
@@ -365,19 +376,6 @@ def _naming(name: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise Invalid(f"part {name!r} could not {what}: {error}") from error
-
-
-@contextmanager
-def _without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep torch from giving an optimizer that has no state yet one, by a step that the training did not make."""
-    own = vars(optimizer).get("step")
-    optimizer.step = lambda closure=None: None
-    try:
-        yield
-    finally:
-        del optimizer.step
-        if own is not None:  # a scheduler's
-            optimizer.step = own
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

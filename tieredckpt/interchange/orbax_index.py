@@ -65,8 +65,9 @@ def add_array(array: npt.NDArray[Any], file: BinaryIO, digests: dict[Extent, byt
 
 
 def write(folder: Path, arrays: dict[str, dict[bytes, Value]]) -> None:
-    """Write the database of arrays, given by name."""
-    entries = [(f"{name}/".encode() + key, value) for name, found in arrays.items() for key, value in found.items()]
+    """Write the database of arrays, given by name; a tree that is one array has it under none, at the root."""
+    folders = {name: f"{name}/".encode() if name else b"" for name in arrays}
+    entries = [(folders[name] + key, value) for name, found in arrays.items() for key, value in found.items()]
     index = ocdbt.encode(
         sorted(entries, key=lambda entry: entry[0]), INDEX, uuid=uuid.uuid4().bytes, commit_time_ns=time.time_ns()
     )
@@ -95,7 +96,7 @@ def read_back(folder: Path) -> Iterator[tuple[str, bytes]]:
     arrays: dict[str, dict[bytes, Value]] = defaultdict(dict)
     sizes: dict[str, int] = {}
     for key, value in ocdbt.decode(manifest, nodes, INDEX):
-        found = ENTRY.fullmatch(key)
+        found = ENTRY.fullmatch(key) or ENTRY.fullmatch(b"/" + key)
         if found is None:
             raise Corrupt(f"{folder / INDEX} has the key {key[:100]!r}, which is of no array")
         arrays[found[1].decode()][found[2]] = value

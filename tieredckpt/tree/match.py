@@ -164,6 +164,7 @@ def match(
     keys: Sequence[str] | None = None,
     whole: Node | None = None,
     mesh: Any = None,
+    step: str = "the step",
 ) -> Match:
     """``structure`` as fitting ``like``, or one `Invalid` that lists every difference.
 
@@ -179,10 +180,12 @@ def match(
         structure: as stored, or the part of it that ``keys`` select.
         part: ``like`` may leave out what the step has.
         casts: arrays of other dtypes match too, if they can be cast.
-        fills: the arrays of ``like`` are filled in place, so that they must have the stored dtypes.
+        fills: ``like`` is what the caller gave as ``into``: its arrays are filled in place, so that they must have the
+            stored dtypes.
         keys: what of the step is wanted; leaves of ``like`` that they do not choose come back as they are.
         whole: the structure that ``keys`` select from.
         mesh: of jax, with devices: what arrays of ``like`` whose sharding has an abstract mesh are restored onto.
+        step: what the error calls the step.
     """
     wanted = skeleton(like, partial(as_template, mesh=mesh), _as_object)
     wanted_structure = wanted.structure
@@ -194,9 +197,10 @@ def match(
     containers = dict(walk(whole)) if kept and whole is not None else {}
     unseen = [path for path, value in wanted.objects.items() if value is AS_SAVED and path in stored]
     as_saved = {path: node for top in unseen for path, node in walk(stored[top], top)}
+    said = "into" if fills else "like"
     if isinstance(wanted_structure, CONTAINERS) != isinstance(structure, CONTAINERS):
         raise Invalid(
-            f"`like` does not fit the step: `like` is one {_show(wanted_structure)}, the step one {_show(structure)}"
+            f"`{said}` does not fit {step}: it is one {_show(wanted_structure)}, the step one {_show(structure)}"
         )
     missing = [path for path, node in likes.items() if path not in stored and _is_end(node) and path not in kept]
     known = likes.keys() | as_saved
@@ -210,7 +214,7 @@ def match(
             continue  # a list of which ``keys`` select a part has become a dict
         if why := _difference(path, node, found, wanted.objects, dtypes.get(path), casts=casts, fills=fills):
             mismatched.append(f"{show_key(path)} ({why})")
-    _refuse_differences(missing, extra, mismatched)
+    _refuse_differences(said, step, missing, extra, mismatched)
     arrays = tuple(node for node in as_saved.values() if isinstance(node, ArrayNode))
     pairs = [(likes[path], stored[path]) for path in compared]
     numbers = tuple(found for node, found in pairs if isinstance(found, ArrayNode) and not isinstance(node, ArrayNode))
@@ -227,7 +231,7 @@ def match(
     )
 
 
-def _refuse_differences(missing: list[str], extra: list[str], mismatched: list[str]) -> None:
+def _refuse_differences(said: str, step: str, missing: list[str], extra: list[str], mismatched: list[str]) -> None:
     """Raise one `Invalid` that lists all differences, if there are any."""
     if missing or extra or mismatched:
         parts = [
@@ -236,8 +240,8 @@ def _refuse_differences(missing: list[str], extra: list[str], mismatched: list[s
             _listed("different", mismatched),
         ]
         raise Invalid(
-            f"`like` does not fit the step: {'; '.join(part for part in parts if part)}. "
-            f"Change `like`, restore a part with `keys`, or restore without `like` to see what is there"
+            f"`{said}` does not fit {step}: {'; '.join(part for part in parts if part)}. "
+            f"Change `{said}`, restore a part with `keys`, or restore without `{said}` to see what is there"
         )
 
 
@@ -278,7 +282,7 @@ def _difference(
     """Why ``stored`` is not as ``like``, of ``dtype`` if it is an array; empty when it is."""
     if type(stored) is ArrayNode and like == stored:  # as most are
         return ""
-    differ = f"like: {_show(like)}, step: {_show(stored)}"
+    differ = f"{'into' if fills else 'like'}: {_show(like)}, step: {_show(stored)}"
     if isinstance(like, ArrayNode) and isinstance(stored, ArrayNode):
         if _fits(like, stored):
             return ""

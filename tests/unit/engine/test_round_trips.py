@@ -340,9 +340,9 @@ async def test_what_like_lacks_has_too_much_or_has_otherwise_is_listed_and_nothi
             assert "1 missing from the step: 'more/0'" in message
             assert "2 only in the step: 'only/here', 'only/too'" in message
             assert "2 different: " in message
-            assert "'shape' (like: float64[2, 2], step: float64[4])" in message
+            assert f"'shape' ({how}: float64[2, 2], step: float64[4])" in message
             remedy = "; cast=True converts it" if how == "like" else ""
-            assert f"'dtype' (like: float32[2], step: float64[2]{remedy})" in message
+            assert f"'dtype' ({how}: float32[2], step: float64[2]{remedy})" in message
         assert not any(array.any() for array in arrays_in(like))
         # A restore that was refused is none: the line goes on where it was.
         with pytest.raises(Conflict):

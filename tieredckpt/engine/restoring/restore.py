@@ -215,7 +215,7 @@ class Restorer:
         assert record is not None
         # Of what several ranks save or restore, each may want its own part only.
         part = record.ranks > 1 or self._state.membership.size > 1
-        structure, fitted, forms, targets = await in_thread(_fit, record.structure, shape, part, self._flattener)
+        structure, fitted, forms, targets = await in_thread(_fit, record.structure, shape, part, self._flattener, step)
         if shape.as_ == "specs":
             await self._together.begin_reading()  # as the ranks that read
             tree = plain_tree(structure, array_spec)
@@ -328,7 +328,7 @@ _Fitted = Match | Refill | None
 
 
 def _fit(
-    structure: Node, shape: _Shape, part: bool, flattener: Flattener
+    structure: Node, shape: _Shape, part: bool, flattener: Flattener, step: StepId
 ) -> tuple[Node, _Fitted, dict[str, Form], _Fillable | None]:
     """The part of the structure that is wanted, how it fits the caller's tree, and the arrays to make or to fill."""
     streams, mesh = shape.caller
@@ -343,9 +343,8 @@ def _fit(
         if shape.as_ != "specs":
             load_kinds(nodes, shape.as_)
         return wanted, None, {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in nodes}, None
-    fills = shape.into is not None
-    may = {"part": part, "casts": shape.cast, "fills": fills}
-    fitted = match(template, wanted, **may, keys=shape.keys, whole=structure, mesh=mesh)
+    may = {"part": part, "casts": shape.cast, "fills": shape.into is not None}
+    fitted = match(template, wanted, **may, keys=shape.keys, whole=structure, mesh=mesh, step=str(step))
     load_kinds(fitted.as_saved, "saved")
     as_stored = (*fitted.as_saved, *fitted.scalars)
     forms = {node.key: Form(node.shape, dtype_from_name(node.dtype)) for node in as_stored}

@@ -1,0 +1,56 @@
+"""What torch's functions for the state of optimizers leave to their caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tieredckpt import Invalid
+
+__all__ = ["with_groups_of", "without_steps"]
+
+
+@contextmanager
+def without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from giving an optimizer that has no state yet one, by a step that the training did not make."""
+    own = vars(optimizer).get("step")
+    optimizer.step = lambda closure=None: None
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:  # a scheduler's
+            optimizer.step = own
+
+
+def with_groups_of(name: str, live: Sequence[Mapping[str, Any]], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``stored`` state of the optimizer called ``name``, with its groups in the order of the optimizer's own.
+
+    torch takes groups by their places where no parameter has a state, and else gives a group that it finds no settings
+    for none, and one that it finds several for the last.
+
+    Raises:
+        Invalid: the parameters are in other groups than those that were saved; one is named.
+    """
+    order: list[Mapping[str, Any]] = []
+    for group in live:
+        mine = set(group["params"])
+        found = [each for each in stored["param_groups"] if mine & {*each["params"]} or not (mine or each["params"])]
+        if len(found) != 1 or any(each is found[0] for each in order):
+            what = f"the group of {min(mine)!r}" if mine else "a group without parameters"
+            raise _differ(name, what, stored, live)
+        order.append(found[0])
+    if len(order) < len(stored["param_groups"]):
+        raise _differ(name, "a group of the step", stored, live)
+    return {**stored, "param_groups": order}
+
+
+def _differ(name: str, what: str, stored: Mapping[str, Any], live: Sequence[Mapping[str, Any]]) -> Invalid:
+    return Invalid(
+        f"part {name!r}: its parameters are in other groups than in the step, which has {len(stored['param_groups'])} "
+        f"where the optimizer has {len(live)}: {what} is not one group there too. Make the optimizer with the groups "
+        f"with which it was saved, and change them after the restore"
+    )
