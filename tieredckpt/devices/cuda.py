@@ -187,7 +187,7 @@ class _CudaDriver:
     def pinned(self, nbytes: int) -> Bytes:
         try:
             with _beside_captures():
-                memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+                memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         except RuntimeError as error:
             raise OSError(str(error)) from error
         return memory

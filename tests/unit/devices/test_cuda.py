@@ -142,6 +142,21 @@ def test_new_memory_is_taken_on_the_stream_that_is_given(device: str, monkeypatc
     assert (made.shape, taken) == ((3, 4), [stream])
 
 
+def test_page_locked_memory_is_of_the_host_wherever_new_tensors_of_the_program_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a program whose new tensors lie on its GPU (`set_default_tensor_type`) would have none."""
+    plain, wanted = torch.empty, list[Any]()
+
+    def empty(*shape: int, pin_memory: bool, device: Any = None, **how: Any) -> Any:
+        wanted.append((pin_memory, device))
+        return plain(*shape, **how)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert cuda.DRIVER.pinned(4096).nbytes == 4096
+    assert wanted == [(True, "cpu")]
+
+
 @pytest.mark.parametrize("capture", ["copy", "lazy"])
 @pytest.mark.parametrize("way", ["like", "into"])
 def test_tensors_of_every_dtype_and_layout_come_back(tiers: StoreConfig, device: str, capture: Any, way: str) -> None:
