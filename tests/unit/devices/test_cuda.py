@@ -6,6 +6,7 @@ and layouts; order and page-locking are for the fake device, and for ``pytest -m
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -270,6 +271,15 @@ def test_what_a_device_is_asked_ends_no_capture_of_a_graph(monkeypatch: pytest.M
     cuda._CudaStream("cuda:0", Failing()).finish()
     assert modes == [cuda._RELAXED] * 3
     assert runtime.mode == 0
+
+
+def test_the_capture_mode_of_a_thread_is_set_without_giving_the_gil_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is set twice for each call of CUDA, and beside a training that runs Python each would wait for the GIL."""
+    for kind in ("CDLL", "PyDLL"):
+        monkeypatch.setattr(
+            ctypes, kind, lambda name, kind=kind: SimpleNamespace(cuThreadExchangeStreamCaptureMode=kind)
+        )
+    assert cuda._exchange.__wrapped__() == "PyDLL"
 
 
 def test_a_thread_works_on_the_device_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
