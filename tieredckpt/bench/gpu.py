@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -115,20 +116,21 @@ class GpuReport:
     copy_in_s: float
     rows: Sequence[GpuRow]
     failed: Mapping[str, str]
-    """Why a peer has no row."""
+    """Why a way, or a peer, has no row."""
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The figures of `AIMS`, by their keys."""
+        """The figures of `AIMS`, by their keys, of what did not fail."""
         ours = {row.name: row for row in self.rows}
-        lazy, copy = ours["tieredckpt, lazy"], ours["tieredckpt, copy"]
-        assert copy.restore_s is not None, "it was measured"
-        return {
-            "gpu_stall_over_copy": copy.stall_s / self.copy_out_s,
-            "gpu_lazy_step_over_step": lazy.step_s / lazy.plain_s,
-            "gpu_lazy_waited_s": lazy.waited_s,
-            "gpu_restore_over_copy": copy.restore_s / self.copy_in_s,
-        }
+        found = {}
+        if (copy := ours.get("tieredckpt, copy")) is not None:
+            assert copy.restore_s is not None, "it was measured"
+            found["gpu_stall_over_copy"] = copy.stall_s / self.copy_out_s
+            found["gpu_restore_over_copy"] = copy.restore_s / self.copy_in_s
+        if (lazy := ours.get("tieredckpt, lazy")) is not None:
+            found["gpu_lazy_step_over_step"] = lazy.step_s / lazy.plain_s
+            found["gpu_lazy_waited_s"] = lazy.waited_s
+        return found
 
 
 def measure(
@@ -138,27 +140,46 @@ def measure(
     bounds: Bounds,
     progress: Callable[[str], None],
 ) -> GpuReport:
-    """Measure this library's ways to save, then each peer; ``folder`` is where they write."""
+    """Measure this library's ways to save, then each peer; ``folder`` is where they write.
+
+    One that fails costs the others nothing.
+    """
     begin = time.monotonic()
     progress("copies and training steps")
     out_s, in_s = training.copies()
     forward_s = _lengthen(training, HIDES * out_s)
     bounds = replace(bounds, seconds=max(0.0, bounds.seconds - (time.monotonic() - begin)))
     estimate = format_duration(bounds.estimate(training.nbytes))
+
+    def ours(way: str, room: Path) -> GpuRow:
+        return _ours(training, room, way, Rounds(bounds))
+
+    def theirs(kind: type[DevicePeer], room: Path) -> GpuRow:
+        with closing(kind()) as peer:
+            return _peer(training, room, peer, Rounds(bounds))
+
+    parts = {f"tieredckpt, {way}": partial(ours, way) for way in WAYS}
+    parts |= {kind.name: partial(theirs, kind) for kind in peers}
     rows = []
     failed: dict[str, str] = {}
-    for way in WAYS:
-        progress(f"tieredckpt, {way}, about {estimate}")
-        with _room(folder / way) as room:
-            rows.append(_ours(training, room, way, Rounds(bounds)))
-    for kind in peers:
-        progress(f"{kind.name}, about {estimate}")
+    for name, row in parts.items():
+        progress(f"{name}, about {estimate}")
         try:
-            with _room(folder / kind.name) as room, closing(kind()) as peer:
-                rows.append(_peer(training, room, peer, Rounds(bounds)))
-        except Exception as error:  # a peer's, which costs the others nothing
-            failed[kind.name] = f"{type(error).__name__}: {error}"
+            with _room(folder / name) as room:
+                rows.append(row(room))
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+            progress(f"{name} failed: {failed[name]}")
+        else:  # a run that is cut off before its report has told this
+            progress(f"{name}: {_told(rows[-1])}")
     return GpuReport(training.device, training.nbytes, training.passes, forward_s, out_s, in_s, rows, failed)
+
+
+def _told(row: GpuRow) -> str:
+    stall, durable, step, waited, plain = map(
+        format_duration, (row.stall_s, row.durable_s, row.step_s, row.waited_s, row.plain_s)
+    )
+    return f"stall {stall}, durable {durable}, step with a save {step}, of it waited {waited}, without {plain}"
 
 
 def _lengthen(training: Training, least: float) -> float:

@@ -49,7 +49,8 @@ def _beside_captures() -> Iterator[None]:
 def _exchange() -> Any:
     """Sets the calling thread's mode, and gives the one before. None without NVIDIA's driver, as for torch of ROCm."""
     with suppress(OSError, AttributeError):
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        # Keeps the GIL, which each of these short calls would wait for beside a training that runs Python.
+        return ctypes.PyDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     return None
 
 
@@ -187,7 +188,7 @@ class _CudaDriver:
     def pinned(self, nbytes: int) -> Bytes:
         try:
             with _beside_captures():
-                memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+                memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         except RuntimeError as error:
             raise OSError(str(error)) from error
         return memory

@@ -6,6 +6,7 @@ and layouts; order and page-locking are for the fake device, and for ``pytest -m
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -142,6 +143,21 @@ def test_new_memory_is_taken_on_the_stream_that_is_given(device: str, monkeypatc
     assert (made.shape, taken) == ((3, 4), [stream])
 
 
+def test_page_locked_memory_is_of_the_host_wherever_new_tensors_of_the_program_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a program whose new tensors lie on its GPU (`set_default_tensor_type`) would have none."""
+    plain, wanted = torch.empty, list[Any]()
+
+    def empty(*shape: int, pin_memory: bool, device: Any = None, **how: Any) -> Any:
+        wanted.append((pin_memory, device))
+        return plain(*shape, **how)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert cuda.DRIVER.pinned(4096).nbytes == 4096
+    assert wanted == [(True, "cpu")]
+
+
 @pytest.mark.parametrize("capture", ["copy", "lazy"])
 @pytest.mark.parametrize("way", ["like", "into"])
 def test_tensors_of_every_dtype_and_layout_come_back(tiers: StoreConfig, device: str, capture: Any, way: str) -> None:
@@ -255,6 +271,15 @@ def test_what_a_device_is_asked_ends_no_capture_of_a_graph(monkeypatch: pytest.M
     cuda._CudaStream("cuda:0", Failing()).finish()
     assert modes == [cuda._RELAXED] * 3
     assert runtime.mode == 0
+
+
+def test_the_capture_mode_of_a_thread_is_set_without_giving_the_gil_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is set twice for each call of CUDA, and beside a training that runs Python each would wait for the GIL."""
+    for kind in ("CDLL", "PyDLL"):
+        monkeypatch.setattr(
+            ctypes, kind, lambda name, kind=kind: SimpleNamespace(cuThreadExchangeStreamCaptureMode=kind)
+        )
+    assert cuda._exchange.__wrapped__() == "PyDLL"
 
 
 def test_a_thread_works_on_the_device_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:

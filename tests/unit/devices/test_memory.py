@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from support.devices import fail_at
 from support.scenes import SOON
 
 from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.devices import examine
 from tieredckpt.devices import memory as memory_module
 from tieredckpt.devices.examine import page_locking
 from tieredckpt.devices.link import Link
@@ -128,6 +132,23 @@ def test_doctor_says_whether_memory_is_page_locked_and_how_to_repair_it() -> Non
     assert "buffers of 64 MiB" in told
     assert "ulimit -l unlimited" in told
     assert "memlock=-1" in told
+
+
+def test_doctor_measures_the_speed_of_page_locking_once_the_device_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA makes of a device at the first call takes ten times as long as page-locking 64 MiB."""
+    calls, speeds = count(), list[float]()
+    register = FakeDriver.register
+
+    def beginning(self: FakeDriver, memory: Any) -> None:
+        time.sleep(0.5 if next(calls) == 0 else 0)
+        register(self, memory)
+
+    monkeypatch.setattr(FakeDriver, "register", beginning)
+    monkeypatch.setattr(examine, "format_rate", lambda speed: str(speeds.append(speed)))
+    with FakeDriver() as driver:
+        page_locking(driver)
+        assert not driver.registered
+    assert speeds[0] > 2 * BUFFER / 0.5
 
 
 def test_a_slab_that_is_closed_is_registered_no_more_and_no_other_is_taken_for_it() -> None:

@@ -161,9 +161,13 @@ def test_the_kernel_takes_the_call_and_it_holds_for_every_mapping_of_a_file() ->
 
 @pytest.mark.parametrize("kind", EVERY_KIND[1:])
 def test_a_device_is_on_the_bus_under_its_id(kind: str) -> None:
+    pci = Path("/sys/bus/pci/devices")
+    if not any(vendor.read_text().strip() == "0x10de" for vendor in pci.glob("*/vendor")):
+        pytest.skip("this machine's /sys has no device of NVIDIA, as in gVisor and under WSL")
     with rig(kind) as here:
+        here.array(1.0)  # which begins to use a device
         found: list[Device] = list(here.driver.in_use())
         assert found
         for device in found:
             assert device.bus_id is not None
-            assert (Path("/sys/bus/pci/devices") / device.bus_id).is_dir()
+            assert (pci / device.bus_id).is_dir()
