@@ -195,6 +195,8 @@ class Steps:
     """How many readers each step has."""
     scanning: bool = False
     """Whether the tier is being scanned: it may hold steps that are not known yet."""
+    gone_unseen: set[StepId] = field(default_factory=set)
+    """Steps of which a deletion ended, well or not, since the scan began: what it has read of them may be gone."""
     promotions: int = 0
     """How many promotions to the tier are under way."""
     promotion_seconds: float | None = None
