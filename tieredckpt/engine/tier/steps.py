@@ -249,6 +249,7 @@ class Steps:
         step = record.id
         (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
+        self.stuck.pop(step, None)
         self.resolve(step)
         self.tombstones.discard(step)
         self.catalogued.forget(step)
