@@ -510,6 +510,17 @@ async def test_ram_that_goes_away_is_no_failure_of_training(
         assert [found.damaged for found in await store.verify(3)] == [(), ()]
 
 
+async def test_ram_that_goes_away_before_the_close_keeps_nothing_from_being_closed(
+    two_tiers: StoreConfig, shared_memory: Path, disk: Path
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        shutil.rmtree(shared_memory / "of-test")
+    assert not list(disk.glob("leases/*"))
+    async with CheckpointStore.open(two_tiers) as store:
+        assert await store.where(1) == ("disk",)
+
+
 async def test_what_was_read_in_ram_that_went_away_is_not_taken_from_the_new_one(
     two_tiers: StoreConfig, shared_memory: Path, faults: FaultyTiers
 ) -> None:
