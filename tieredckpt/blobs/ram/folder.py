@@ -136,9 +136,11 @@ def _lock_folder(folder: Path) -> int:
 def remove(folder: Path) -> None:
     """Delete a folder that is locked by this process, but for those of ranks and stores in it. Blocking.
 
-    The lock goes last.
+    The lock goes last. Somebody else may have deleted it before, as a cleanup of ``/dev/shm`` does.
     """
-    mine = (path for path in folder.iterdir() if not _is_of_others(path))
+    mine: list[Path] = []
+    with contextlib.suppress(FileNotFoundError):
+        mine += (path for path in folder.iterdir() if not _is_of_others(path))
     for path in sorted(mine, key=lambda path: path.name == LOCK):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

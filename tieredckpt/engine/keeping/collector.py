@@ -308,10 +308,10 @@ class Collector:
         torn = await tier.store.sweep(self._state.config.grace) if isinstance(tier.store, Sweep) else 0
         return len(stale) + torn
 
-    async def sparse_packs(self, tier: Tier) -> set[str]:
-        """Packs whose live share of bytes is below the store's ``repack_below``."""
+    async def sparse_packs(self, tier: Tier) -> dict[str, int]:
+        """Packs whose live share of bytes is below the store's ``repack_below``, and the live bytes of each."""
         if not self._state.collects(tier):
-            return set()
+            return {}
         live: dict[str, int] = {}
         seen: set[tuple[str, int]] = set()
         for step in tuple(tier.steps.held):
@@ -328,7 +328,7 @@ class Collector:
                     live[extent.path] = live.get(extent.path, 0) + layout.aligned(extent.length)
             await asyncio.sleep(0)
         threshold = self._state.config.repack_below
-        return {key for key, nbytes in live.items() if nbytes < threshold * tier.packs.sizes.get(key, 0)}
+        return {key: nbytes for key, nbytes in live.items() if nbytes < threshold * tier.packs.sizes.get(key, 0)}
 
     async def users_of(self, tier: Tier, packs: set[str]) -> list[StepId]:
         """The steps on a tier that refer to any of the packs."""

@@ -53,8 +53,12 @@ async def scan_tier(tier: Tier, store: str | None = None, listed: Sequence[BlobI
     """
     tier.clear()
     tier.steps.scanning = True
+    tier.steps.gone_unseen.clear()
     try:
         await _scan(tier, store, listed)
+        while tier.steps.gone_unseen:
+            if await _left(tier, step := tier.steps.gone_unseen.pop()):
+                tier.steps.drop(step)
     finally:
         tier.steps.scanning = False
 
@@ -70,10 +74,10 @@ async def _scan(tier: Tier, store: str | None, listed: Sequence[BlobInfo] | None
     unread = sorted(step for step, files in folders.items() if layout.MANIFEST in files and step not in records)
     reads = Reads(tier)
     read = partial(_find_step, reads, folders)
-    await _all(partial(read, step) for step in unread if tier.steps.indexes.nbytes[step] <= _LARGE_INDEX)
-    for step in unread:
-        if tier.steps.indexes.nbytes[step] > _LARGE_INDEX:
-            await read(step)
+    large = [step for step in unread if tier.steps.indexes.nbytes.get(step, 0) > _LARGE_INDEX]
+    await _all(partial(read, step) for step in unread if step not in large)
+    for step in large:
+        await read(step)
     rest = sorted(records)
     while rest and (not tier.steps.held or max(tier.steps.held) < rest[-1]):
         await read(rest.pop())

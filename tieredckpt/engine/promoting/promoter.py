@@ -209,7 +209,8 @@ class Promoter:
 
     def _forget_silence(self) -> None:
         for step in [step for step, when in self._retry_at.items() if when <= time.monotonic()]:
-            del self._retry_at[step], self.stuck[step]
+            del self._retry_at[step]
+            self.stuck.pop(step, None)
 
     def _succeeded(self) -> None:
         if self.tier.health.recover():

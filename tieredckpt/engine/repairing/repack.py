@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from tieredckpt.engine.keeping.collector import Collected, Collector
+from tieredckpt.engine.keeping.full_tier import fits
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import NotFound
+from tieredckpt.errors import NoSpace, NotFound
 
 __all__ = ["collect_on", "rewrite"]
 
+_log = logging.getLogger("tieredckpt")
+
 
 async def collect_on(state: State, collector: Collector, tier: Tier) -> Collected:
-    """Rewrite the live chunks of sparse packs on a tier, unless it is full, and delete the dead packs.
+    """Rewrite the live chunks of sparse packs on a tier that has room for them, and delete the dead packs.
 
-    Raises as the tier's store does.
+    Raises as the tier's store does, but for a lack of room.
     """
-    sparse = await collector.sparse_packs(tier) if tier.healthy else set()  # where there is room for the new ones
-    rewritten = await rewrite(state, collector, tier, sparse) if sparse else 0
+    rewritten = 0
+    # A capacity may be full of dead bytes; a full device has no room for the new packs.
+    if tier.healthy or (tier.answers and tier.capacity is not None):
+        sparse = await collector.sparse_packs(tier)
+        try:
+            if sparse and await _makes_room(collector, tier, sum(sparse.values())):
+                rewritten = await rewrite(state, collector, tier, set(sparse))
+        except NoSpace as error:
+            _log.warning("tier %r: packs that are mostly dead stay there for now: %s", tier.name, error)
     collected = await collector.collect(tier)
     return replace(collected, nbytes=collected.nbytes - rewritten)
+
+
+async def _makes_room(collector: Collector, tier: Tier, nbytes: int) -> bool:
+    """Whether so many bytes fit; asked before chunks are forgotten, which the next step would have to bring again."""
+    return tier.capacity is None or await collector.make_room(tier, partial(fits, tier, nbytes))
 
 
 async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str]) -> int:

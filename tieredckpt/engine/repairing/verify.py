@@ -84,7 +84,15 @@ class Verifier:
         found = await self._on(step, tier, scan)
         if found.problem and await has_moved(self.state, step, before):
             raise _left(step, tier)
+        if found.intact:
+            self._let_go_on(step)
         return found
+
+    def _let_go_on(self, step: StepId) -> None:
+        """Have promotions of a step tried again that failed for its bytes: here they are."""
+        for tier in self.state.every_tier:
+            tier.steps.stuck.pop(step, None)
+        self.state.changed.notify()
 
     async def _on(self, step: StepId, tier: Tier, scan: Scan | None) -> Verified:
         record = self.state.records().get(step)

@@ -195,6 +195,8 @@ class Steps:
     """How many readers each step has."""
     scanning: bool = False
     """Whether the tier is being scanned: it may hold steps that are not known yet."""
+    gone_unseen: set[StepId] = field(default_factory=set)
+    """Steps of which a deletion ended, well or not, since the scan began: what it has read of them may be gone."""
     promotions: int = 0
     """How many promotions to the tier are under way."""
     promotion_seconds: float | None = None
@@ -247,6 +249,7 @@ class Steps:
         step = record.id
         (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
+        self.stuck.pop(step, None)
         self.resolve(step)
         self.tombstones.discard(step)
         self.catalogued.forget(step)

@@ -380,6 +380,34 @@ async def test_a_tier_that_is_full_is_collected_too_and_nothing_is_rewritten_the
             await assert_restores(store, step, tree)
 
 
+async def test_a_capacity_that_has_no_room_to_rewrite_packs_is_collected_all_the_same(place: Place) -> None:
+    async with opened(place, folder(place.disk, retain="all")) as store:
+        await two_steps(store)
+        await store.evict(1, "disk")
+        used = tier_of(store, "disk").used
+    stray = place.disk / new_temporary()
+    stray.write_bytes(b"half of a pack")
+    async with opened(place, folder(place.disk, retain="all", capacity=used + CHUNK // 2)) as store:
+        place.let_the_grace_pass()
+        await store.collect()
+        assert not stray.exists()
+        await (await store.save(3, changed(2, keeps=1))).reached("disk")  # without a chunk that is not there
+
+
+async def test_a_capacity_that_is_full_of_dead_bytes_takes_steps_again_once_it_is_collected(place: Place) -> None:
+    one = folder(place.disk, retain={"kind": "last_n", "n": 1}, capacity=25 * (CHUNK + 4096))
+    async with opened(place, one) as store:
+        heard = Heard(store)
+        await two_steps(store)
+        checkpoint = await store.save(3, changed(3, keeps=1))
+        with pytest.raises(NoSpace, match=r"'disk' has .* in use"):
+            await store.flush()
+        await store.collect()
+        await heard.first(TierRecovered)
+        await checkpoint.reached("disk")
+        await assert_restores(store, 3, changed(3, keeps=1))
+
+
 async def test_tidying_goes_on_after_a_failure_that_nobody_foresaw(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -473,6 +473,23 @@ async def test_a_chunk_that_no_tier_has_is_lost_by_name(disk: Path) -> None:
             await store.restore()
 
 
+@pytest.mark.parametrize("how", ["promoted by hand", "verified"])
+async def test_a_chunk_that_was_misread_once_keeps_its_step_from_no_tier_for_ever(
+    how: str, disk: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(config({"disk": folder(disk), "far": folder(tmp_path / "far")})) as store:
+        faults["disk"].flip("get_into", 7, key="packs/*")
+        await store.save(1, tree(1))
+        with pytest.raises(Corrupt, match=r"tier 'far' lacks step 1 .* is lost"):
+            await store.flush()
+        if how == "verified":
+            assert all(found.intact for found in await store.verify(1))
+        else:
+            await store.promote(1, "far")
+        await store.flush()
+        assert await store.where(1) == ("disk", "far")
+
+
 async def test_ram_that_goes_away_is_no_failure_of_training(
     two_tiers: StoreConfig, shared_memory: Path, faults: FaultyTiers
 ) -> None:
@@ -491,6 +508,17 @@ async def test_ram_that_goes_away_is_no_failure_of_training(
         await store.flush()
         assert await store.where(3) == ("ram", "disk")
         assert [found.damaged for found in await store.verify(3)] == [(), ()]
+
+
+async def test_ram_that_goes_away_before_the_close_keeps_nothing_from_being_closed(
+    two_tiers: StoreConfig, shared_memory: Path, disk: Path
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        shutil.rmtree(shared_memory / "of-test")
+    assert not list(disk.glob("leases/*"))
+    async with CheckpointStore.open(two_tiers) as store:
+        assert await store.where(1) == ("disk",)
 
 
 async def test_what_was_read_in_ram_that_went_away_is_not_taken_from_the_new_one(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
 import pytest
 from reliability.tiers import FaultyTiers
-from support.scenes import Heard, config, folder, ram, tree
+from support.insight import tier_of
+from support.limits import limit
+from support.scenes import SOON, Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.errors import TierUnavailable
-from tieredckpt.events import StepEvicted, TierRecovered
+from tieredckpt.engine.opening.upkeep import catalogue
+from tieredckpt.engine.promoting.promoter import Promoter
+from tieredckpt.errors import Conflict, TierUnavailable
+from tieredckpt.events import StepEvicted, TierFailed, TierRecovered
 
 MANIFEST = "steps/*/manifest*"
 
@@ -97,3 +102,45 @@ async def test_what_a_new_look_at_the_tier_does_not_find_is_told_to_be_gone(
         await heard.first(TierRecovered)
         await store.flush()
         assert [(info.step, info.tiers) for info in await store.steps()] == [(1, ("ram",)), (2, ("ram", "disk"))]
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["deleted", "deleted, and the answer is lost"])
+@pytest.mark.parametrize("in_catalog", [True, False], ids=["catalogued", "read"])
+async def test_what_leaves_while_the_tier_is_scanned_anew_is_no_copy_to_rely_on(
+    in_catalog: bool,
+    answered: bool,
+    shared_memory: Path,
+    tmp_path: Path,
+    faults: FaultyTiers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def is_another(self: Promoter) -> bool:  # as when its file system was mounted anew
+        return False
+
+    monkeypatch.setattr(Promoter, "_is_itself", is_another)
+    limit(monkeypatch, catalog_entries=1)
+    slower = {name: folder(tmp_path / name, retain="all") for name in ("disk", "far")}
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), **slower})) as store:
+        heard, disk, state = Heard(store), tier_of(store, "disk"), store._life.engine.state
+        for step in (1, 2):
+            await store.save(step, tree(step))
+        await store.flush()
+        if in_catalog:
+            await store._life.loop.call(catalogue(disk))
+        if not answered:
+            faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST, after=True)
+        leaving = faults["disk"].hold("delete", key=MANIFEST)
+        evicting = asyncio.gather(store.evict(2, "disk"), return_exceptions=True)
+        await asyncio.wait_for(leaving.reached(), SOON)
+        scan = faults["disk"].hold("get", key="steps/*2/manifest*", after=True)
+        store._life.loop.soon(lambda: state.report(disk, TierUnavailable("stale handle")))
+        await asyncio.wait_for(scan.reached(), SOON)
+        leaving.release()
+        await evicting
+        scan.release()
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert [str(event.error) for event in heard.of(TierFailed)] == ["stale handle"]
+        assert await store.where(2) == ("ram", "far")
+        with pytest.raises(Conflict, match="last good copy"):
+            await store.evict(2, "far")
