@@ -217,15 +217,18 @@ class Engine:
                 raise error
             self.state.report(tier, error)
         not_there_yet = self._read_only and all(isinstance(error, NotFound) for _, error in failures)
-        failed = [tier for tier, _ in failures if not tier.derived]
+        failed = [tier for tier, _ in failures if not tier.derived and tier.marker is None]
         if len(failed) == len(self.state.tiers) and not not_there_yet:
             raise failures[0][1]
 
     async def _reconnect(self, tier: Tier) -> None:
         if tier.ram is not None:
             await tier.disconnect()  # its folder went away, and the slab with it
-        await connect(self.state, tier)
-        adopt_late_tier(self.state, tier)
+        try:
+            await connect(self.state, tier)
+        finally:
+            if tier.marker is not None:  # also of a full device
+                adopt_late_tier(self.state, tier)
         if tier is self.state.tiers[0]:
             self.prepare_memory(self._snapshot)
             await self.mode.reopened()

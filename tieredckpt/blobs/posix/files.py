@@ -136,8 +136,8 @@ def _takes_direct(path: Path) -> bool:
         return False
     try:
         return os.pwritev(fd, [mmap.mmap(-1, ALIGNMENT)], 0) == ALIGNMENT
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # it is full, and refuses nothing else
     finally:
         os.close(fd)
 

@@ -21,7 +21,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import Events, TierHangs
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StoreMarker
@@ -108,6 +108,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         Conflict: it belongs to another store, or another writer holds it.
         NotFound: there is no RAM of this store, and none to be made.
         TierUnavailable, Corrupt: it cannot be read.
+        NoSpace: its device is full; what it holds is known where ``tier.marker`` is set, and can be read.
     """
     await refuse_other_file_system(state, tier)
     if seen is None:
@@ -134,13 +135,18 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
             )
     writes = not state.read_only and state.manages(tier)
     listed: Sequence[BlobInfo] | None = None
-    if writes and not tier.in_memory and tier.lease is None:
-        lease = Lease(tier.store, tier.name, state.config.lease_ttl)
-        listed = await lease.acquire()
-        tier.lease = lease
-    elif tier.lease is not None:
-        await tier.lease.renew()
-        tier.lease.taken_over = False  # all that it holds is read now
+    full: NoSpace | None = None
+    try:
+        if tier.lease is not None:
+            await tier.lease.renew()
+            tier.lease.taken_over = False  # all that it holds is read now
+        elif writes and not tier.in_memory:
+            lease = Lease(tier.store, tier.name, state.config.lease_ttl)
+            listed = await lease.acquire()
+            tier.lease = lease
+    except NoSpace as error:
+        full = error  # it is taken before anything is written or deleted
+        tier.lease = tier.lease or lease
     lacks_marker = (marker is None or damaged) and state.identity.marker is not None and writes
     async with tier.packs.guard:  # a collector that saw half of a scan would take the packs of the rest for dead
         known = (None if lacks_marker else marker) or state.identity.marker
@@ -157,6 +163,8 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         await note_owner(state)
         if writes and ram.store.notice and state.membership.size == 1:  # of several, rank 0 says it for all
             _log.warning("%s", ram.store.notice)
+    if full is not None:
+        raise full
 
 
 async def reopen(state: State, tier: Tier) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -26,7 +27,7 @@ from tieredckpt._decoders import json_decoder
 from tieredckpt.blobs.base import BlobInfo, BlobStore, ListAtOnce
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.concurrency import whole
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format import layout
 
 __all__ = ["Holder", "Lease", "decode_holder", "holder_of", "lives_here"]
@@ -100,7 +101,7 @@ class Lease:
         self._ttl = ttl
         self._key = f"{layout.LEASES}{secrets.token_hex(8)}"
         self._taken_at = time.time()
-        self._renewed_at = 0.0
+        self._renewed_at = -math.inf
         self.taken_over = False
         """Whether another writer may have been there since what the tier holds was read."""
         self.stale_holders: list[Holder] = []
@@ -109,7 +110,8 @@ class Lease:
     async def acquire(self) -> Sequence[BlobInfo] | None:
         """Take the lease. Raises `Conflict` naming the holder when a live one is there.
 
-        Returns all that the tier holds now, where one request has told it beside the leases; else None.
+        Returns all that the tier holds now, where one request has told it beside the leases; else None. Where a full
+        device has no room for it, `renew` takes it later.
         """
         _of_this_process.add(self._key)
         try:
@@ -121,6 +123,8 @@ class Lease:
                 everything = await self.store.list_at_once("")
             await self._give_way(everything)
             return everything
+        except NoSpace:
+            raise
         except BaseException:
             await whole(self.release())
             raise
@@ -150,8 +154,9 @@ class Lease:
             await self.renew()
         if self.taken_over:
             raise TierUnavailable(
-                f"tier {self._tier!r} at {self.store.location}: this writer was silent for longer than `lease_ttl` "
-                f"({self._ttl:g} s), and another one has been there; what the tier holds is read again"
+                f"tier {self._tier!r} at {self.store.location}: this writer had no lease for a while (it was silent "
+                f"for longer than `lease_ttl`, {self._ttl:g} s, or the device had no room for one), and another one "
+                "has been there, or may have been; what the tier holds is read again"
             )
 
     async def release(self) -> None:

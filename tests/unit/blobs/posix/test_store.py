@@ -92,6 +92,20 @@ class TestDirectIO:
         await store.get_into("key", 0, aligned(bytes(len(data))))
         assert copied == [100, 100]
 
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+    async def test_a_full_file_system_is_not_taken_for_one_that_refuses_it(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        if not (await asyncio.to_thread(PosixStore, root)).traits.direct_io:
+            pytest.skip("the file system refuses direct I/O")
+
+        def full(*_: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "pwritev", full)
+        for direct in (None, True):
+            assert (await asyncio.to_thread(PosixStore, root, direct=direct)).traits.direct_io
+
     async def test_it_is_off_when_the_user_says_so(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = await asyncio.to_thread(PosixStore, root, direct=False)
         assert not store.traits.direct_io
