@@ -215,8 +215,8 @@ class CheckpointStore:
     ) -> Restored | None:
         """Bring a step back: the newest from the nearest tier, every chunk verified, damage repaired.
 
-        It changes nothing that is stored, and waits for saves that have returned and are still being copied. A call of
-        all ranks, which restore one step, with one ``resume``, all of them whole or none; if one fails, all raise.
+        It changes nothing that is stored. A call of all ranks, which restore one step, with one ``resume``, all of
+        them whole or none; if one fails, all raise.
 
         Args:
             step: which; None for the newest. A number that was saved on several branches means that of the one that
@@ -258,7 +258,7 @@ class CheckpointStore:
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
         loop, engine = self._life.loop, self._life.open_engine
-        await engine.captures.finished(loop)
+        await engine.captures.confirmed()  # it may change what is being copied
         return await loop.call(engine.restorer.restore(loop, caller, step, keys, *how))
 
     # -- what there is ------------------------------------------------------------------------------------

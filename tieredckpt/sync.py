@@ -169,8 +169,8 @@ class SyncStore:
     ) -> SyncRestored | None:
         """Bring a step back: the newest from the nearest tier, every chunk verified, damage repaired.
 
-        It changes nothing that is stored, and waits for saves that have returned and are still being copied. A call of
-        all ranks, which restore one step, with one ``resume``, all of them whole or none; if one fails, all raise.
+        It changes nothing that is stored. A call of all ranks, which restore one step, with one ``resume``, all of
+        them whole or none; if one fails, all raise.
 
         Args:
             step: which; None for the newest. A number that was saved on several branches means that of the one that

@@ -120,13 +120,6 @@ class Captures:
             with suppress(TieredCkptError):
                 await lazy.captured()
 
-    async def finished(self, loop: EngineLoop) -> None:
-        """Return when the saves that have returned have ended, before a restore, on the trainer's thread: it may change
-        what they copy, and takes the newest of them.
-        """
-        await self.confirmed()
-        await loop.call(self.drained())
-
     async def _copy(self, call: _Call) -> Saved:
         """Save, and return when it is done."""
         task = asyncio.current_task()

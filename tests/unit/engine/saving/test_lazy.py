@@ -289,17 +289,6 @@ async def test_a_restore_into_what_is_being_copied_waits_for_the_copy(
         assert await values_of(store, 2) == (2,)
 
 
-async def test_a_restore_gives_the_step_of_a_save_that_has_returned(
-    tiers: StoreConfig, held_back: threading.Event
-) -> None:
-    async with CheckpointStore.open(tiers) as store:
-        await store.save(1, {"w": full(1)}, capture="lazy")
-        asyncio.get_running_loop().call_later(0.05, held_back.set)
-        restored = await store.restore()
-        assert restored is not None
-        assert restored.step == 1
-
-
 async def test_a_checkpoint_keeps_no_arrays_once_it_is_saved(tiers: StoreConfig) -> None:
     with FakeDriver() as driver:
         array = driver.devices[0].array(full(1))
