@@ -52,7 +52,7 @@ from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.membership import Membership, Role
 from tieredckpt.engine.state.state import DerivedState, State
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
+from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, TieredCkptError
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId
 from tieredckpt.tree.arrays import as_template, load_frameworks
@@ -226,9 +226,10 @@ class Engine:
             await tier.disconnect()  # its folder went away, and the slab with it
         try:
             await connect(self.state, tier)
-        finally:
-            if tier.marker is not None:  # also of a full device
-                adopt_late_tier(self.state, tier)
+        except NoSpace:  # what a full device holds can be read
+            adopt_late_tier(self.state, tier)
+            raise
+        adopt_late_tier(self.state, tier)
         if tier is self.state.tiers[0]:
             self.prepare_memory(self._snapshot)
             await self.mode.reopened()

@@ -135,18 +135,17 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
             )
     writes = not state.read_only and state.manages(tier)
     listed: Sequence[BlobInfo] | None = None
-    full: NoSpace | None = None
+    lease, full = tier.lease, None
     try:
-        if tier.lease is not None:
-            await tier.lease.renew()
-            tier.lease.taken_over = False  # all that it holds is read now
+        if lease is not None:
+            await lease.renew()
+            lease.taken_over = False  # all that it holds is read now
         elif writes and not tier.in_memory:
             lease = Lease(tier.store, tier.name, state.config.lease_ttl)
             listed = await lease.acquire()
-            tier.lease = lease
     except NoSpace as error:
-        full = error  # it is taken before anything is written or deleted
-        tier.lease = tier.lease or lease
+        full = error  # the lease is taken before anything is written or deleted
+    tier.lease = lease
     lacks_marker = (marker is None or damaged) and state.identity.marker is not None and writes
     async with tier.packs.guard:  # a collector that saw half of a scan would take the packs of the rest for dead
         known = (None if lacks_marker else marker) or state.identity.marker

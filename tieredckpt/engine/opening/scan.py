@@ -74,8 +74,11 @@ async def _scan(tier: Tier, store: str | None, listed: Sequence[BlobInfo] | None
     unread = sorted(step for step, files in folders.items() if layout.MANIFEST in files and step not in records)
     reads = Reads(tier)
     read = partial(_find_step, reads, folders)
-    large = [step for step in unread if tier.steps.indexes.nbytes.get(step, 0) > _LARGE_INDEX]
-    await _all(partial(read, step) for step in unread if step not in large)
+    small: list[StepId] = []
+    large: list[StepId] = []
+    for step in unread:  # before any is read: one that is deleted meanwhile has no size any more
+        (large if tier.steps.indexes.nbytes.get(step, 0) > _LARGE_INDEX else small).append(step)
+    await _all(partial(read, step) for step in small)
     for step in large:
         await read(step)
     rest = sorted(records)

@@ -26,6 +26,7 @@ from tieredckpt.engine.ranks.messages import (
     Damaged,
     Evicted,
     Logged,
+    PartDropped,
     Promote,
     Promoted,
     RendezvousComplete,
@@ -325,8 +326,8 @@ class Ranked:
                 self.restores.rendezvous.apply_report(rank, message)
             case Damaged() | Signalled() | Wanted():
                 self.reports.apply(rank, message)
-            case dropped:
-                await self.votes.part_dropped(rank, StepId(dropped.serial, dropped.step))
+            case PartDropped():
+                await self.votes.part_dropped(rank, StepId(message.serial, message.step))
 
     async def _not_promoted(self, failed: Aborted) -> None:
         assert failed.tier is not None

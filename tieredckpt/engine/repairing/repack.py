@@ -29,18 +29,15 @@ async def collect_on(state: State, collector: Collector, tier: Tier) -> Collecte
     # A capacity may be full of dead bytes; a full device has no room for the new packs.
     if tier.healthy or (tier.answers and tier.capacity is not None):
         sparse = await collector.sparse_packs(tier)
+        # Asked before chunks are forgotten, which the next step would have to bring again.
+        room = partial(fits, tier, sum(sparse.values()))
         try:
-            if sparse and await _makes_room(collector, tier, sum(sparse.values())):
+            if sparse and await collector.make_room(tier, room):
                 rewritten = await rewrite(state, collector, tier, set(sparse))
         except NoSpace as error:
             _log.warning("tier %r: packs that are mostly dead stay there for now: %s", tier.name, error)
     collected = await collector.collect(tier)
     return replace(collected, nbytes=collected.nbytes - rewritten)
-
-
-async def _makes_room(collector: Collector, tier: Tier, nbytes: int) -> bool:
-    """Whether so many bytes fit; asked before chunks are forgotten, which the next step would have to bring again."""
-    return tier.capacity is None or await collector.make_room(tier, partial(fits, tier, nbytes))
 
 
 async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str]) -> int:

@@ -85,11 +85,11 @@ class Verifier:
         if found.problem and await has_moved(self.state, step, before):
             raise _left(step, tier)
         if found.intact:
-            self._let_go_on(step)
+            self._retry_promotions(step)
         return found
 
-    def _let_go_on(self, step: StepId) -> None:
-        """Have promotions of a step tried again that failed for its bytes: here they are."""
+    def _retry_promotions(self, step: StepId) -> None:
+        """Retry the promotions of a step that failed because its bytes were wrong: a tier has them intact."""
         for tier in self.state.every_tier:
             tier.steps.stuck.pop(step, None)
         self.state.changed.notify()

@@ -57,6 +57,11 @@ class TestPermissions:
         assert files(tmp_path) == set()
 
 
+def needs_direct_io(store: PosixStore) -> None:
+    if not store.traits.direct_io:
+        pytest.skip("the file system refuses direct I/O")
+
+
 class TestDirectIO:
     def descriptors(self, monkeypatch: pytest.MonkeyPatch, name: str) -> list[bool]:
         real, direct = getattr(os, name), []
@@ -70,8 +75,7 @@ class TestDirectIO:
 
     @pytest.mark.parametrize("shift", [0, 7], ids=["aligned", "unaligned"])
     async def test_large_transfers_use_it(self, store: PosixStore, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        if not store.traits.direct_io:
-            pytest.skip("the file system refuses direct I/O")
+        needs_direct_io(store)
         written = self.descriptors(monkeypatch, "pwritev")
         read = self.descriptors(monkeypatch, "preadv")
         data = aligned(pattern(LARGE + 100), shift=shift)
@@ -82,8 +86,7 @@ class TestDirectIO:
         assert set(written) == set(read) == {True}
 
     async def test_aligned_memory_goes_without_a_copy(self, store: PosixStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        if not store.traits.direct_io:
-            pytest.skip("the file system refuses direct I/O")
+        needs_direct_io(store)
         copied: list[int] = []
         real = transfer.np.copyto
         monkeypatch.setattr(transfer.np, "copyto", lambda to, data: (copied.append(len(data)), real(to, data)))
@@ -96,8 +99,7 @@ class TestDirectIO:
     async def test_a_full_file_system_is_not_taken_for_one_that_refuses_it(
         self, root: Path, monkeypatch: pytest.MonkeyPatch, number: int
     ) -> None:
-        if not (await asyncio.to_thread(PosixStore, root)).traits.direct_io:
-            pytest.skip("the file system refuses direct I/O")
+        needs_direct_io(await asyncio.to_thread(PosixStore, root))
 
         def full(*_: object) -> int:
             raise OSError(number, os.strerror(number))
