@@ -1,0 +1,95 @@
+"""Promise 5: a device that has no room for a lease when the store is opened is read, and caught up later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reliability.tiers import FaultyTiers
+from support.scenes import SOON, Heard, assert_same, config, folder, leases, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.blobs.posix import store as posix
+from tieredckpt.config import StoreConfig
+from tieredckpt.errors import Conflict, NoSpace
+from tieredckpt.events import TierRecovered
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def two_tiers(shared_memory: Path, disk: Path) -> StoreConfig:
+    return config({"ram": ram(shared_memory), "disk": folder(disk, retain="all")})
+
+
+@contextmanager
+def no_room_on(disk: Path) -> Iterator[None]:
+    """A device without room for a single file, as one that others fill."""
+    put = posix.PosixStore.put
+
+    async def put_elsewhere(store: posix.PosixStore, key: str, parts: Any, *, create_only: bool = False) -> None:
+        if store.location == str(disk):
+            raise NoSpace(f"{key} was not written: no space left on device")
+        await put(store, key, parts, create_only=create_only)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(posix.PosixStore, "put", put_elsewhere)
+        yield
+
+
+async def test_a_step_is_restored_from_a_device_that_is_full_when_the_store_is_opened(disk: Path) -> None:
+    settings = config({"disk": folder(disk)})
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+    with no_room_on(disk):
+        async with CheckpointStore.open(settings) as store:
+            restored = await store.restore()
+            assert restored is not None
+            assert_same(restored.tree, tree(1))
+            (info,) = await store.tier_infos()
+            assert "no space left on device" in info.problem
+
+
+async def test_a_device_that_was_full_at_the_opening_is_caught_up_under_a_lease(
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+    with ExitStack() as full:
+        full.enter_context(no_room_on(disk))
+        async with CheckpointStore.open(two_tiers) as store:
+            heard = Heard(store)
+            checkpoint = await store.save(2, tree(2))
+            assert await store.where(1) == ("disk",)
+            assert not (disk / "leases").exists()
+            full.close()
+            await heard.first(TierRecovered)
+            await checkpoint.reached("disk")
+            assert len(leases(disk)) == 1
+            assert set(await store.all_steps()) == {1, 2}
+            with pytest.raises(Conflict, match="is being written to by"):
+                await CheckpointStore.open(config({"disk": folder(disk)}))
+
+
+async def test_a_full_device_that_comes_late_is_restored_from(
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(config({"disk": folder(disk)})) as store:
+        await store.save(7, tree(7))
+    faults.refuse("disk")
+    async with CheckpointStore.open(two_tiers) as store:
+        with no_room_on(disk):
+            faults.allow("disk")
+            async with asyncio.timeout(SOON):
+                while await store.latest_step() != 7:
+                    await asyncio.sleep(0.01)
+            restored = await store.restore()
+            assert restored is not None
+            assert_same(restored.tree, tree(7))
