@@ -1,16 +1,18 @@
-"""A rank may die at any of its calls: nobody waits for ever, and a restart has a whole step."""
+"""A rank may die at any of its calls, or lack memory: nobody waits for ever, and a restart has a whole step."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cohort import assert_whole, cohort
 from support.limits import limit
 from support.scenes import SOON
 
-from tieredckpt.errors import TieredCkptError
+from tieredckpt.engine.ranks.commit import commit, vote
+from tieredckpt.errors import RanksUnavailable, TieredCkptError, TierUnavailable
 
 SIZE = 3
 
@@ -42,3 +44,30 @@ async def test_a_death_at_any_call_blocks_no_rank_and_loses_no_step(
         for each in restored:
             assert_whole(each, found.copy().pop())
         await again.reached(await again.save(9), "disk")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "capacity"),
+    [(vote, "encode_own", "64 MiB"), (vote, "_merged", "64 MiB"), (commit, "holders", "64 KiB")],
+    ids=["for a part", "for the vote", "for the commit of what was streamed"],
+)
+async def test_a_save_without_memory_behind_the_training_is_told_and_the_next_one_works(
+    module: Any, name: str, capacity: str, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promises 3 and 5."""
+
+    def fail(*arguments: Any) -> Any:
+        raise MemoryError
+
+    async with cohort(SIZE, shared_memory, tmp_path / "disk", ram_settings={"capacity": capacity}) as ranks:
+        async with asyncio.timeout(SOON):
+            with monkeypatch.context() as without_memory:
+                without_memory.setattr(module, name, fail)
+                checkpoints = await ranks.save(1)
+                for checkpoint in checkpoints:
+                    with pytest.raises((RanksUnavailable, TierUnavailable), match="MemoryError"):
+                        await checkpoint.reached("disk")
+            await ranks.all(lambda store, rank: store.flush())
+            await ranks.reached(await ranks.save(2), "disk")
+        for restored in await ranks.restored():
+            assert_whole(restored, 2)

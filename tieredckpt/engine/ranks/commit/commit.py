@@ -107,6 +107,9 @@ class Commits:
             await self.commit(step, self._state.tier(name), parts)
         except TieredCkptError as error:
             failure = error
+        except Exception as error:  # whatever it is, the step is waited for
+            _log.exception("%s: unexpected failure of the commit on tier %r", step, name)
+            failure = Failure.of(error).error()
         await self._votes.end_streamed(step, failure)
 
     async def commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> int:
@@ -120,8 +123,9 @@ class Commits:
                 return await evicting_older(self._state, self._collector, step, tier, commit)
         except Exception as error:
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
-            self._group.publish(Aborted(step.step, step.serial, tier.name, ranks, str(error)))
-            self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, str(error)))
+            reason = Failure.of(error).text
+            self._group.publish(Aborted(step.step, step.serial, tier.name, ranks, reason))
+            self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, reason))
             raise
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:

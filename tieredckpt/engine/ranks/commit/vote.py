@@ -136,16 +136,13 @@ class Votes:
         if (reason := self._missed.pop(attempt, None)) is not None:  # it was aborted while it was copied
             await self._let_go(attempt, reason)
             return
-        part = await in_thread(encode_own, index, pool=self._state.pool)
-        save = Save(
-            step.serial,
-            self._state.branch.last_serial,
-            part,
-            tier,
-            gone=self._gone(),
-            origin=restored,
-            replicas=replicas,
-        )
+        part, failure = b"", None
+        try:
+            part = await in_thread(encode_own, index, pool=self._state.pool)
+        except Exception as error:  # as without memory
+            failure = Failure.of(error)
+        last = self._state.branch.last_serial
+        save = Save(step.serial, last, part, tier, failure, self._gone(), origin=restored, replicas=replicas)
         await self._say(attempt, step, save)
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
@@ -199,10 +196,12 @@ class Votes:
             whole = await in_thread(_merged, parts, pool=self._state.pool)
             if dropped := self._dropped.pop(step, None):
                 raise RanksUnavailable(f"{_named(dropped)} dropped a part of it to make room meanwhile", dropped)
-        except (RanksUnavailable, TieredCkptError) as error:
+        except Exception as error:  # whatever it is, the ranks wait for a decision
             self._open.discard(attempt)
             ranks: Sequence[int] = error.ranks if isinstance(error, RanksUnavailable) else ()
-            reason = str(error)
+            reason = Failure.of(error).text
+            if not isinstance(error, TieredCkptError):
+                _log.exception("%s: unexpected failure of the vote", step)
             if isinstance(error, ReplicasDisagree):
                 # All of the few ranks that store a copy are suspect; a comparison of all ranks tells which is wrong.
                 named = {rank for found in differing for rank in found.ranks}
