@@ -88,6 +88,11 @@ class StoreLife:
         loop = self.loop
         return await loop.call(work(self.engine))
 
+    async def change(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        """`call`, for work that may wait for a save under way: a lazy one is confirmed first, or it would never end."""
+        await self.open_engine.captures.confirmed()
+        return await self.call(work)
+
     async def look(self, work: Callable[[Engine], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
         """`call`, for work that tells what the store holds now; ``packs``: also how much of each tier it takes."""
         return await self.call(lambda engine: engine.mode.looking(lambda: work(engine), packs=packs))

@@ -335,11 +335,11 @@ class CheckpointStore:
         """Copy a step to a tier now, whatever the policy says; returns the bytes written. Raises `NotFound`,
         `Corrupt` when a chunk is intact nowhere, `NoSpace`, `TierUnavailable`.
         """
-        return await self._life.call(lambda engine: engine.admin.promote(checked_step(step), tier))
+        return await self._life.change(lambda engine: engine.admin.promote(checked_step(step), tier))
 
     async def evict(self, step: int, tier: str) -> None:
         """Drop a step from a tier. Raises `NotFound`; `Conflict` when it is the last good copy."""
-        await self._life.call(lambda engine: engine.admin.evict(checked_step(step), tier))
+        await self._life.change(lambda engine: engine.admin.evict(checked_step(step), tier))
 
     async def delete(self, step: int, *, force: bool = False) -> None:
         """Delete every copy of a step, on every tier, and every save of that number on the branch.
@@ -358,11 +358,11 @@ class CheckpointStore:
             TierUnavailable: a tier that may hold it does not answer; without ``force``, nothing was deleted.
             Invalid: on another rank than 0, or in a store that is only looked at.
         """
-        await self._life.call(lambda engine: engine.admin.delete(checked_step(step), force=force))
+        await self._life.change(lambda engine: engine.admin.delete(checked_step(step), force=force))
 
     async def collect(self) -> list[Collected]:
         """Reclaim the space that no step needs, on every tier that works."""
-        return await self._life.call(lambda engine: engine.admin.collect())
+        return await self._life.change(lambda engine: engine.admin.collect())
 
     async def verify(
         self,

@@ -130,6 +130,7 @@ class Captures:
             flat = await in_thread(self._flattener.flatten, call.tree)
             if call.streams:
                 flat = await in_thread(made_ready, flat, call.streams)
+            await self._resolve_lazy()  # of calls since this one, which it would wait for
             return await self._made(call, flat, origin, Moment())
         finally:
             self._awaited.discard(task)
@@ -179,6 +180,8 @@ class Captures:
         call = dataclasses.replace(call, tree=None)  # a save of copies does not keep what was copied
 
         async def begun() -> asyncio.Task[Saved]:
+            if lazy is not None:  # else who confirms it before another of the same time waits for that one's copy
+                await self._resolve_lazy()
             stall = time.monotonic() - called_at  # the trainer goes on from here
             if lazy is not None:
                 lazy.returns(stall)
@@ -263,6 +266,6 @@ class Captures:
             await asyncio.wait(left)
 
     async def _resolve_lazy(self) -> None:
-        """Confirm the lazy saves: the trainer has called the store and waits."""
-        for lazy in tuple(self._lazy):
-            await lazy.resolve()
+        """Confirm the lazy saves, also those that begin meanwhile: the trainer has called the store and waits."""
+        while left := [lazy for lazy in self._lazy if lazy.may_copy_again]:
+            await left[0].resolve()

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.devices import EVERY_KIND, rig
-from support.scenes import CHUNK, SOON, Heard, config, new_shared_folder, ram
+from support.insight import tier_of
+from support.scenes import CHUNK, SOON, Heard, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore, Closed, DeviceUnavailable, Invalid
+from tieredckpt.checkpoint import Checkpoint
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.saving import capture, lazy, save
 from tieredckpt.events import SaveFailed
@@ -240,6 +242,49 @@ async def test_a_lazy_save_that_is_cancelled_is_not_made(tiers: StoreConfig, mon
         await store.flush()
         assert (await heard.first(SaveFailed)).step == 1
         assert await store.all_steps() == ()
+
+
+@pytest.mark.parametrize("captures", [("copy", "lazy"), ("lazy", "copy"), ("lazy", "lazy"), ("lazy", "lazy", "copy")])
+async def test_saves_called_at_the_same_time_wait_for_no_confirmation_that_cannot_come(
+    tiers: StoreConfig, captures: tuple[Any, ...]
+) -> None:
+    """Promise 5: who gathers the calls can confirm none before all have returned, and then in any order."""
+    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
+        for first in range(1, 41, 4):
+            calls = [store.save(step, {"w": full(step)}, capture=how) for step, how in enumerate(captures, first)]
+            for checkpoint in reversed(await asyncio.gather(*calls)):
+                await checkpoint.captured()
+                await checkpoint.reached("ram")
+                assert await values_of(store, checkpoint.step) == (checkpoint.step,)
+
+
+CALLS: dict[str, Callable[[CheckpointStore, Checkpoint], Awaitable[object]]] = {
+    "collect": lambda store, earlier: store.collect(),
+    "delete": lambda store, earlier: store.delete(1),
+    "evict": lambda store, earlier: store.evict(1, "disk"),
+    "promote": lambda store, earlier: store.promote(2, "disk"),
+    "reached": lambda store, earlier: earlier.reached("disk"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_lazy_save_past_ram_is_confirmed_by_a_call_that_waits_for_its_tier(
+    call: str, shared_memory: Path, tmp_path: Path
+) -> None:
+    """Promise 5: nothing else is promoted to the tier or collected there until it is committed."""
+    settings = {"ram": ram(shared_memory, capacity="256 KiB"), "disk": folder(tmp_path / "disk")}
+    async with CheckpointStore.open(config(settings)) as store, asyncio.timeout(SOON):
+        await (await store.save(1, {"w": full(1)[:CHUNK]})).reached("disk")
+        earlier = await store.save(2, {"w": full(2)[:CHUNK]})
+        if call not in ("promote", "reached"):
+            await earlier.reached("disk")
+        array = np.arange(SIZE, dtype=np.int64)
+        await store.save(3, {"w": array}, capture="lazy")
+        while not tier_of(store, "disk").packs.guard.locked():
+            await asyncio.sleep(0.01)
+        await CALLS[call](store, earlier)
+        await store.flush()
+        assert await store.where(3) == ("disk",)
 
 
 @pytest.mark.parametrize("early", [False, True])
