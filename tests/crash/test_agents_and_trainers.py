@@ -223,6 +223,28 @@ async def test_an_agent_that_cannot_be_had_is_told_and_holds_up_no_save(
         assert await store.where(11) == ("ram", "disk")
 
 
+async def test_what_ends_every_agent_that_is_asked_is_told_and_loses_nothing(
+    shared_memory: Path, ram_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for want of memory. Promise 5."""
+    limit(monkeypatch, agents_asked=2)
+    ask, asked = AgentClient._ask, []
+
+    async def ask_and_kill(client: AgentClient, wire: Wire, *request: Any) -> bytes:
+        os.kill(wire.peer, signal.SIGKILL)
+        asked.append(wire.peer)
+        return await ask(client, wire, *request)
+
+    async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store, asyncio.timeout(SOON):
+        ckpt = await store.save(1, tree(1))
+        with monkeypatch.context() as deadly:
+            deadly.setattr(AgentClient, "_ask", ask_and_kill)
+            with pytest.raises(TierUnavailable, match="2 agents, one after the other, ended while asked to collect"):
+                await store.collect()
+        assert len(set(asked)) == 2
+        await ckpt.reached("disk")
+
+
 async def test_a_worker_that_is_forked_while_an_agent_starts_does_not_keep_it_from_its_work(
     shared_memory: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,8 @@ class Limits:
     agent_first_retry: float = 0.2
     """Until another agent is started in place of one that did not get ready; doubles with every failure."""
     agent_last_retry: float = 30.0
+    agents_asked: int = 5
+    """Agents that are asked the same, each when the one before has died of it."""
     agent_look: float = 0.2
     """Between looks at whether an agent lives that has not called yet."""
     agent_ends: float = 30.0

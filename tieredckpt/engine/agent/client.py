@@ -326,21 +326,20 @@ class AgentClient:
     ) -> M:
         """The agent's response, of that type; if the agent dies meanwhile, the response of the next one.
 
-        Raises the agent's errors; `TierUnavailable` when there is none, or one died that is not to be asked ``again``.
+        Raises the agent's errors; `TierUnavailable` when there is none, when one died that is not to be asked
+        ``again``, or several did, one after the other: it may be what they were asked that ends them.
         """
-        while True:
+        agents = limits.in_force.agents_asked if again else 1
+        for _ in range(agents):
             wire = await self._agent()
-            try:
-                data = await self._ask(wire, operation, progress)
-            except Parted:
-                if not again:
-                    raise TierUnavailable(
-                        f"the agent ended while it was asked to {type(operation).__name__.lower()}, and may have "
-                        f"done it; look, and ask again"
-                    ) from None
-                continue
-            answer: M = decode(data, kind)
-            return answer
+            with suppress(Parted):
+                answer: M = decode(await self._ask(wire, operation, progress), kind)
+                return answer
+        who = "the agent" if agents == 1 else f"{agents} agents, one after the other,"
+        raise TierUnavailable(
+            f"{who} ended while asked to {type(operation).__name__.lower()}, and may have done it; see the log in "
+            f"{self._folder}, and ask again"
+        )
 
     async def _ask(self, wire: Wire, operation: messages.Operation, progress: Callable[[int], None] | None) -> bytes:
         self._send_delta()  # the request may be about a step that was saved just now
