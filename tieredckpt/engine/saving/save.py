@@ -203,6 +203,8 @@ class Writer:
                     index = partial(_index_and_encode, index, tier, commit_file.free_btree_key(tier, identity))
                 record, arrays, stored, encoded = await self._in_pool(index)
                 with attributed(tier):
+                    if ram is not None and tier.ram is not ram:  # else the step would name what the new slab has there
+                        raise TierUnavailable(f"tier {tier.name!r} was made anew under the save, whose copy is gone")
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.branch.last_serial = identity.serial
                     if tier.in_memory:

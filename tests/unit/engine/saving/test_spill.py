@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from support.scenes import CHUNK, SOON, Heard, assert_same, config, folder, pack
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs import mapping
 from tieredckpt.blobs.ram import store as ram_module
+from tieredckpt.engine.saving.lazy import LazyMoment
+from tieredckpt.engine.saving.moment import Moment
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
@@ -244,6 +247,31 @@ async def test_ram_that_is_made_anew_before_the_commit_leaves_the_save_to_the_ne
         assert [event.tier for event in heard.of(StepSaved)] == ["disk"]
         assert str((await heard.first(TierFailed)).error) == "the folder went away"
         await assert_restores(store, {1: state(1)})
+
+
+@pytest.mark.parametrize("capture", ["copy", "lazy"])
+async def test_ram_that_is_made_anew_under_a_save_holds_no_step_of_bytes_that_are_gone(
+    opened: Any, shared_memory: Path, monkeypatch: pytest.MonkeyPatch, capture: Any
+) -> None:
+    """Promises 3 and 4: the copy is made once more, or if the arrays may have changed since, the save fails."""
+    kind = LazyMoment if capture == "lazy" else Moment
+    copied = kind.copied
+
+    async def copied_and_gone(moment: Any, *arguments: Any) -> None:
+        await copied(moment, *arguments)
+        monkeypatch.undo()
+        shutil.rmtree(shared_memory / "of-test" / "ram")
+        await store._life.engine._reconnect(store._life.engine.state.tiers[0])
+
+    async with opened(capacity="16 MiB") as store:
+        await (await store.save(1, state(1))).reached("disk")
+        monkeypatch.setattr(kind, "copied", copied_and_gone)
+        ckpt = await store.save(2, state(2), capture=capture)
+        if capture == "lazy":
+            await ckpt.captured()
+            with pytest.raises(TierUnavailable, match="made anew"):
+                await ckpt.reached("ram")
+        await assert_restores(store, {1: state(1)} if capture == "lazy" else {1: state(1), 2: state(2)})
 
 
 async def test_where_nothing_slower_can_take_it_the_error_says_why(opened: Any, faults: FaultyTiers) -> None:
