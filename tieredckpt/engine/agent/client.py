@@ -250,8 +250,13 @@ class AgentClient:
                     else:
                         asked.answer.set_result(message.value)
             case messages.Progress():
-                if (asked := self._asked.get(message.number)) is not None and asked.progress is not None:
-                    asked.progress(message.nbytes)
+                asked = self._asked.get(message.number)
+                if asked is not None and asked.progress is not None and not asked.answer.done():
+                    try:
+                        asked.progress(message.nbytes)
+                    except Exception as error:  # of the caller, who is told: the agent has done nothing wrong
+                        wire.send(messages.Cancel(message.number))
+                        asked.answer.set_exception(error)
             case messages.Heartbeat():
                 pass
 

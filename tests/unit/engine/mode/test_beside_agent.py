@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.agents import eventually
 from support.insight import tier_of
@@ -101,3 +102,19 @@ async def test_a_tier_that_the_agent_alone_can_open_is_told_once_and_connected_t
     assert tries == 3
     told = [record for record in caplog.records if "cannot be read here" in record.getMessage()]
     assert [record.levelname for record in told if record.levelno >= logging.WARNING] == ["WARNING"]
+
+
+async def test_a_progress_function_that_raises_ends_its_call_and_no_connection(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it does without an agent."""
+
+    def fail(nbytes: int) -> None:
+        raise ValueError("by the caller")
+
+    await (await store.save(1, {"w": np.arange(CHUNK // 4, dtype=np.int32)})).reached("disk")
+    for tier in ("ram", "disk"):
+        with pytest.raises(ValueError, match="by the caller"):
+            await store.verify(1, tier, progress=fail)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [each.intact for each in await store.verify(1, "disk")] == [True]
