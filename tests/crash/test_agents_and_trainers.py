@@ -29,7 +29,7 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.config import to_toml
 from tieredckpt.engine.agent import process as agent_process
 from tieredckpt.engine.agent.client import AgentClient
-from tieredckpt.engine.agent.messages import FromAgent, Hello, Response
+from tieredckpt.engine.agent.messages import FromAgent, Hello, Ready, Response
 from tieredckpt.engine.agent.process import claim, lives
 from tieredckpt.engine.agent.wire import SOCKET, Wire, accept, listen
 from tieredckpt.engine.mode.beside_agent import BesideAgent
@@ -243,6 +243,33 @@ async def test_what_ends_every_agent_that_is_asked_is_told_and_loses_nothing(
                 await store.collect()
         assert len(set(asked)) == 2
         await ckpt.reached("disk")
+
+
+async def test_agents_that_die_one_after_the_other_are_told_and_started_ever_more_rarely(
+    shared_memory: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for want of memory, each soon after it was ready. Promise 5."""
+    apply, killed = AgentClient._apply, []
+
+    def apply_and_kill(client: AgentClient, message: FromAgent, wire: Wire) -> None:
+        apply(client, message, wire)
+        if isinstance(message, Ready):
+            os.kill(wire.peer, signal.SIGKILL)
+            killed.append(wire.peer)
+
+    with monkeypatch.context() as deadly:
+        deadly.setattr(AgentClient, "_apply", apply_and_kill)
+        store = await CheckpointStore.open(settings(shared_memory, folder(disk)))
+        heard = Heard(store)
+        await store.save(1, tree(1))
+        assert "was ended by signal 9; its log is" in str((await heard.first(TierFailed)).error)
+        assert len(killed) == 3
+        with pytest.raises(TierUnavailable, match="signal 9"):
+            await store.flush()
+    await heard.first(TierRecovered)
+    await store.flush()
+    assert await store.where(1) == ("ram", "disk")
+    await store.close()
 
 
 async def test_a_worker_that_is_forked_while_an_agent_starts_does_not_keep_it_from_its_work(

@@ -20,6 +20,9 @@ __all__ = ["Supervisor"]
 
 _log = logging.getLogger("tieredckpt")
 
+_SPARED = 2
+"""How many agents in a row may end soon after they were ready before that counts as a failure: people end some."""
+
 
 class Supervisor:
     """Keeps an agent process alive: starts it, and starts it again when it dies. Runs on the engine's loop.
@@ -48,11 +51,14 @@ class Supervisor:
 
     async def run(self) -> None:
         """Work until cancelled."""
-        failures, since = 0, time.monotonic()
+        failures, brief, since = 0, 0, time.monotonic()
         while not told_to_end():
             if self._ready():
-                await self._changed.wait()
-                failures, since = 0, time.monotonic()
+                began = time.monotonic()
+                await self._changed.until(lambda: not self._ready())
+                since = time.monotonic()
+                brief = brief + 1 if since - began < limits.in_force.agent_last_retry else 0
+                failures = max(0, brief - _SPARED)
             elif self._runs() or await self._is_there():
                 await self._changed.wait(limits.in_force.agent_look)
             else:
