@@ -101,9 +101,9 @@ class Branch:
 
     def decide(self, step: int, origin: Origin | None, *, overwrite: bool) -> Continued:
         """Decide at its turn which branch a save of ``step`` continues; ``origin`` is the last restore before it."""
-        line, newest, restored_from, lossy = self.line, self._newest(), self.restored_from, self.lossy
-        if self._pending:
-            newest, before = next(reversed(self._pending.items()))
+        line, newest, restored_from, lossy = self.line, self.newest, self.restored_from, self.lossy
+        if (pending := self._newest_pending()) is not None:
+            newest, before = pending
             line, restored_from, lossy = before.line_with(newest.serial), before.restored_from, before.lossy
             if before.origin is origin:
                 return Continued(line, restored_from, newest, origin, ignores_origin=False, lossy=lossy)
@@ -115,8 +115,13 @@ class Branch:
             return Continued(line, restored_from, newest, origin, ignores_origin=True, lossy=lossy)
         return Continued(line, origin.step.serial, newest, origin, ignores_origin=False, lossy=origin.lossy)
 
-    def _newest(self) -> StepId | None:
-        return next(reversed(tuple(self._pending)), self.newest)
+    def _newest_pending(self) -> tuple[StepId, Continued] | None:
+        """The last of the saves that are not committed yet; None if a later one is: ranks may still wait for its votes.
+
+        From any thread.
+        """
+        last = next(reversed(tuple(self._pending.items())), None)
+        return last if last is not None and (not self.line or last[0].serial > self.line[-1][1]) else None
 
     def begin(self, step: StepId, continued: Continued) -> None:
         """Take a save for the newest of its branch until it is `committed` or `failed`."""
@@ -150,7 +155,8 @@ class Branch:
         origin = self.origin
         if origin is None or origin.cleared or origin is self._counted:
             return None
-        newest = self._newest()
+        pending = self._newest_pending()
+        newest = self.newest if pending is None else pending[0]
         if not origin.named or origin.step == newest or origin.forks(step, newest, overwrite=False):
             return origin.step.step
         return None

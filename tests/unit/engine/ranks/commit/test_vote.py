@@ -115,6 +115,21 @@ async def test_a_rank_that_skips_a_save_does_not_fall_out_of_step(place: Place) 
         assert len({store._life.engine.state.branch.last_serial for store in ranks.stores}) == 1
 
 
+async def test_a_save_that_is_waited_for_is_not_the_newest_once_later_ones_are_steps(place: Place) -> None:
+    """Else each later step would continue the one that may be none, and those between would be off the branch."""
+    async with place.open() as ranks:
+        await ranks.save(1, ranks=[0, 1])  # rank 2 may come yet
+        await ranks.save(2)
+        await ranks.failed(step=2)  # rank 2 counts from now on as the others do
+        for step in (3, 4, 5):
+            await ranks.reached(await ranks.save(step), "disk")
+        assert [await store.all_steps() for store in ranks.stores] == [(3, 4, 5)] * SIZE
+        await ranks.save(1, ranks=[2])
+        await ranks.failed(step=1)  # the serials were different ones
+        await works(ranks, 6)
+        assert [await store.all_steps() for store in ranks.stores] == [(3, 4, 5, 6)] * SIZE
+
+
 async def test_a_save_that_only_the_leader_skips_is_given_up_with_the_next(place: Place) -> None:
     async with place.open() as ranks:
         await ranks.save(1, ranks=[1, 2])
