@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cohort import Cohort, assert_whole, cohort, part
-from support.scenes import folder
+from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from support.scenes import SOON, folder
 
 from tieredckpt.checkpoint import Restored
 from tieredckpt.errors import Invalid, TierUnavailable
-from tieredckpt.events import OriginIgnored
+from tieredckpt.events import OriginIgnored, StepCommitted
 
 SIZE = 3
 
@@ -151,6 +151,20 @@ async def test_ranks_of_which_one_did_not_restore_make_no_step_until_all_have(pl
         await ranks.restored(1, resume=True)
         await ranks.reached(await ranks.save(4), "disk")
         assert await branches(ranks) == [[1, 4]] * SIZE
+
+
+async def test_a_commit_that_comes_late_ends_an_origin_on_every_rank(place: Place) -> None:
+    """Else the rank that had given the save up forks again where the others do not, and no such step is committed."""
+    async with place.opened(1, 2, 3) as ranks:
+        await ranks.restored(1)
+        ranks.let_wait(DEADLINE)
+        await ranks.save(4, ranks=[1, 2])
+        await ranks.failed([1, 2], step=4)
+        ranks.let_wait(SOON)
+        await ranks.save(4, ranks=[0])
+        await asyncio.gather(*(each.first(StepCommitted, lambda event: event.step == 4) for each in ranks.heard))
+        await ranks.reached(await ranks.save(2, overwrite=True), "disk")
+        assert await branches(ranks) == [[1, 2, 3, 4, 2]] * SIZE
 
 
 async def test_that_a_branch_is_extended_is_logged_by_rank_0_for_all(
