@@ -90,6 +90,12 @@ class TestRetrying:
             await Retrying(faulty).stat("key")
         assert len(faulty.calls) == 1
 
+    async def test_what_was_closed_is_a_tier_that_does_not_answer(self, faulty: Faulty) -> None:
+        await faulty.close()
+        with pytest.raises(TierUnavailable, match="was closed, to be opened anew"):
+            await Retrying(faulty).stat("key")
+        assert len(faulty.calls) == 1
+
     async def test_of_what_was_cut_by_its_deadline_a_put_alone_is_repeated(self, faulty: Faulty) -> None:
         store = Retrying(faulty)
         await faulty.put("key", [b"x"])

@@ -11,7 +11,7 @@ import stamina
 from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, Unanswered
 from tieredckpt.blobs.wrap.deadline import Overdue
 from tieredckpt.blobs.wrap.forward import Forward, Operation, size_of
-from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Closed, Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 
 __all__ = ["Retrying"]
 
@@ -28,7 +28,8 @@ class Retrying(Forward):
 
     `Unanswered` is not repeated. Neither is an `Overdue` verb but a put: who reads asks another tier meanwhile, and a
     deletion may come late. From the first attempt that fails until one does not, the store is not `responsive`.
-    A verb that is cancelled between attempts leaves no trace of that, unless an attempt of it was `Overdue`.
+    A verb that is cancelled between attempts leaves no trace of that, unless an attempt of it was `Overdue`. A verb
+    under which the store was closed raises `TierUnavailable`, too: a tier that fails is opened anew beside its readers.
 
     Args:
         attempts: how often a verb is tried at most, the first time included.
@@ -84,6 +85,8 @@ class Retrying(Forward):
         except TierUnavailable:
             self._failed = True
             raise
+        except Closed as error:  # who reads asks another tier, and who uses the library has closed nothing
+            raise TierUnavailable(f"{error}, to be opened anew") from error
         except asyncio.CancelledError:
             self._failed = self._failed or (overdue and verb in self._failing)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,25 @@ async def test_it_is_asked_for_so_often_as_the_tier_says(
             await store.restore()
         assert reads(faults, "disk", verb) - before <= times
         faults["disk"].clear()
+
+
+@pytest.mark.parametrize("verb", ["get", "get_into"])
+async def test_the_next_tier_is_asked_when_one_is_opened_anew_under_a_restore(
+    tmp_path: Path, faults: FaultyTiers, verb: str
+) -> None:
+    """Promise 4: the restore was told that the store is closed."""
+    saved = tree(1)
+    async with CheckpointStore.open(settings(tmp_path, "near", "far")) as store:
+        await (await store.save(1, saved)).reached("far")
+        await store.flush()
+        near = tier_of(store, "near")
+        near.steps.indexes.clear()
+        held = faults["near"].hold(verb, key="[ps]*/*")
+        restoring = asyncio.create_task(store.restore())
+        await held.reached()
+        await store._life.call(lambda engine: near.disconnect())
+        held.release()
+        restored = await restoring
+        assert restored is not None
+        assert_same(restored.tree, saved)
+        assert "far" in restored.sources
