@@ -128,6 +128,7 @@ class Evictor:
             if tier.steps.damaged.get(step) is not error or why_not(self._state, step, tier):
                 return False
             try:
+                await tier.confirm_lease(deleting=True)
                 await commit_file.delete_manifest(tier, step)
             except TierUnavailable as again:
                 _log.warning("tier %r: the deletion of %s failed again: %s", tier.name, step, again)

@@ -219,9 +219,10 @@ async def retract(tier: Tier, step: StepId) -> None:
     """Take a step's commit back, the manifest first. Its packs are left to the collector.
 
     Raises:
-        TierUnavailable: it may be there or not, which shows when the tier works again.
+        TierUnavailable: it may be there or not, which shows when the tier works again. Also as `Lease.confirm`.
     """
     async with tier.steps.turn(step):
+        await tier.confirm_lease(deleting=True)
         try:
             await delete_manifest(tier, step)
         except (TierUnavailable, asyncio.CancelledError):

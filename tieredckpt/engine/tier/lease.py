@@ -143,16 +143,29 @@ class Lease:
             self.taken_over = True
             raise
 
-    async def confirm(self) -> None:
+    @property
+    def was_taken(self) -> bool:
+        """Whether it was ever written: a full device may have had no room for it."""
+        return self._renewed_at != -math.inf
+
+    async def confirm(self, *, deleting: bool = False) -> None:
         """Renew the lease if it may have run out: before what another writer's work would be lost by.
+
+        Args:
+            deleting: what follows deletes a step, and makes room for a lease that a full device has none for.
 
         Raises:
             Conflict: as `renew`.
             TierUnavailable: another writer has been there; what the tier holds is to be read again.
         """
         if _now() - self._renewed_at > self._ttl * 2 / 3:  # it is renewed twice as often
-            await self.renew()
-        if self.taken_over:
+            try:
+                await self.renew()
+            except NoSpace:
+                if not deleting:
+                    raise
+                await self._give_way()
+        if self.taken_over and (self.was_taken or not deleting):
             raise TierUnavailable(
                 f"tier {self._tier!r} at {self.store.location}: this writer had no lease for a while (it was silent "
                 f"for longer than `lease_ttl`, {self._ttl:g} s, or the device had no room for one), and another one "

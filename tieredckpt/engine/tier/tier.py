@@ -134,10 +134,10 @@ class Tier:
     def __post_init__(self) -> None:
         self.packs.encoding = CODECS[self.config.codec]
 
-    async def confirm_lease(self) -> None:
+    async def confirm_lease(self, *, deleting: bool = False) -> None:
         """Raise where another writer has been there, whose packs and steps are not known; see `Lease.confirm`."""
         if self.lease is not None:
-            await self.lease.confirm()
+            await self.lease.confirm(deleting=deleting)
 
     @property
     def derived(self) -> bool:

@@ -262,6 +262,28 @@ async def test_nothing_is_deleted_once_another_writer_has_been_there(
         assert {path.name for path in (disk / "packs").rglob("*") if path.is_file()} == packs
 
 
+async def test_a_writer_that_was_paused_evicts_nothing_before_it_knows_what_there_is(
+    disk: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise 6: what it knows of as newer may have left, and the step be the last good copy."""
+    settings = config({"disk": folder(disk, retain="all")}, lease_ttl=1000)
+    async with CheckpointStore.open(settings) as paused:
+        for step in 1, 2:
+            await (await paused.save(step, tree(step))).reached("disk")
+        (mine,) = (disk / "leases").iterdir()
+        mine.unlink()  # taken for dead
+        async with CheckpointStore.open(settings) as other:
+            await other.delete(2, force=True)
+        now = lease_module._now
+        monkeypatch.setattr(lease_module, "_now", lambda: now() + 1001)
+        with pytest.raises(TierUnavailable, match="another one has been there"):
+            await paused.evict(1, "disk")
+    async with CheckpointStore.open(settings, read_only=True) as reader:
+        restored = await reader.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+
+
 async def test_a_lease_is_renewed_after_a_failure_that_nobody_foresaw(
     shared_memory: Path, disk: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
