@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.keeping.safety import check_unread, why_not
-from tieredckpt.engine.opening.scan import look_again
+from tieredckpt.engine.opening.scan import is_unchanged, look_again
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
@@ -60,12 +60,20 @@ class Evictor:
                     for key in await step_index.packs(tier, step):
                         tier.packs.orphans.pop(key, None)  # known to have been used: no grace needed
                 await commit_file.retract(tier, step)
+                await self._take_lease(tier)
         finally:
             tier.steps.leaving.discard(step)
             if not tier.steps.keeps(step):  # also where a cancellation came too late
                 self._gone(step, tier)
             elif step in tier.steps.damaged:
                 self._state.changed.notify()  # wakes the task that checks whether it is gone
+
+    async def _take_lease(self, tier: Tier) -> None:
+        """Take the lease for which a full device had no room before a step left it."""
+        if tier.lease is not None and not tier.lease.was_taken:
+            await tier.lease.renew()
+            # Else what the tier holds is read again, and then the packs of the step may be anybody's.
+            tier.lease.taken_over = not await is_unchanged(tier)
 
     async def try_evict(self, step: StepId, tier: Tier) -> bool:
         """`evict` a step that is held, where nothing forbids it; whether it was done."""

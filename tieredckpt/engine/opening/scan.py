@@ -27,7 +27,7 @@ from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.manifest import StepId, StepIndex, decode_step, find_record
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["look_again", "pack_table", "scan_tier", "scan_tier_again", "step_folders"]
+__all__ = ["is_unchanged", "look_again", "pack_table", "scan_tier", "scan_tier_again", "step_folders"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -155,6 +155,19 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
             del tier.packs.sizes[key]
         tier.packs.sizes.update(sizes)
     return foreign and not await marker_file.is_still(tier.store, tier.marker)
+
+
+async def is_unchanged(tier: Tier) -> bool:
+    """Whether a tier lists the steps and packs that are known there, and no others. Raises as its blob store does."""
+    folders = await _list_steps(tier)
+    committed = {step for step, files in folders.items() if layout.MANIFEST in files}
+    packs = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
+    known = {*tier.steps.held, *tier.steps.parts, *tier.steps.damaged}
+    return (
+        committed == known
+        and packs == dict(tier.packs.sizes)
+        and all(_is_known(tier, step, folders[step]) for step in tier.steps.held)
+    )
 
 
 async def _list_again(tier: Tier, but: Collection[StepId]) -> None:

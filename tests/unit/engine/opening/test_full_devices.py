@@ -15,7 +15,8 @@ from support.scenes import SOON, Heard, assert_same, config, folder, leases, ram
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.posix import store as posix
 from tieredckpt.config import StoreConfig
-from tieredckpt.errors import Conflict, NoSpace
+from tieredckpt.engine.tier import lease
+from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
 from tieredckpt.events import TierRecovered
 
 
@@ -29,13 +30,17 @@ def two_tiers(shared_memory: Path, disk: Path) -> StoreConfig:
     return config({"ram": ram(shared_memory), "disk": folder(disk, retain="all")})
 
 
+def manifests(disk: Path) -> int:
+    return len([*disk.glob("steps/*/manifest.ocdbt")])
+
+
 @contextmanager
-def no_room_on(disk: Path) -> Iterator[None]:
-    """A device without room for a single file, as one that others fill."""
+def no_room_on(disk: Path, steps: int = 0) -> Iterator[None]:
+    """A device without room for a single file while it has so many steps, as one that others fill."""
     put = posix.PosixStore.put
 
     async def put_elsewhere(store: posix.PosixStore, key: str, parts: Any, *, create_only: bool = False) -> None:
-        if store.location == str(disk):
+        if store.location == str(disk) and manifests(disk) >= steps:
             raise NoSpace(f"{key} was not written: no space left on device")
         await put(store, key, parts, create_only=create_only)
 
@@ -93,3 +98,65 @@ async def test_a_full_device_that_comes_late_is_restored_from(
             restored = await store.restore()
             assert restored is not None
             assert_same(restored.tree, tree(7))
+
+
+async def filled(settings: StoreConfig) -> None:
+    async with CheckpointStore.open(settings) as store:
+        for step in 1, 2, 3:
+            await (await store.save(step, tree(step))).reached("disk")
+
+
+@pytest.mark.parametrize("delete", [False, True], ids=["evict", "delete"])
+async def test_a_person_makes_room_on_a_device_that_has_none_for_a_lease(disk: Path, delete: bool) -> None:
+    """The step left, its packs stayed for `grace`, and the person was told of another writer."""
+    settings = config({"disk": folder(disk, retain="all")})
+    await filled(settings)
+    with no_room_on(disk, steps=3):
+        async with CheckpointStore.open(settings) as store:
+            await (store.delete(1) if delete else store.evict(1, "disk"))
+            assert len(leases(disk)) == 1
+    assert manifests(disk) == len([*disk.glob("packs/*/*.pack")]) == 2
+    async with CheckpointStore.open(settings) as store:
+        assert set(await store.all_steps()) == {2, 3}
+
+
+async def test_one_older_step_leaves_a_full_device_for_a_newer_one(
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+) -> None:
+    await filled(two_tiers)
+    with no_room_on(disk, steps=3):
+        async with CheckpointStore.open(two_tiers) as store:
+            heard = Heard(store)
+            checkpoint = await store.save(4, tree(4))
+            await heard.first(TierRecovered)
+            await checkpoint.reached("disk")
+    assert manifests(disk) == len([*disk.glob("packs/*/*.pack")]) == 3
+    async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as store:
+        assert set(await store.all_steps()) == {2, 3, 4}
+
+
+async def test_nothing_is_collected_where_another_writer_has_been_before_there_was_room_for_a_lease(disk: Path) -> None:
+    settings = config({"disk": folder(disk, retain="all")})
+    await filled(settings)
+    with no_room_on(disk, steps=3):
+        async with CheckpointStore.open(settings) as store:
+            another = disk / "packs" / "00" / f"{'0' * 32}.pack"
+            another.parent.mkdir(exist_ok=True)
+            another.write_bytes(b"of another writer")
+            with pytest.raises(TierUnavailable, match="another one has been there, or may have been"):
+                await store.evict(1, "disk")
+    assert len([*disk.glob("packs/*/*.pack")]) == 4
+
+
+async def test_a_step_leaves_a_device_that_has_no_room_to_renew_the_lease(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config({"disk": folder(disk, retain="all")}, lease_ttl=1000)
+    async with CheckpointStore.open(settings) as store:
+        for step in 1, 2, 3:
+            await (await store.save(step, tree(step))).reached("disk")
+        now = lease._now
+        monkeypatch.setattr(lease, "_now", lambda: now() + 1001)
+        with no_room_on(disk, steps=3):
+            await store.evict(1, "disk")
+    assert manifests(disk) == len([*disk.glob("packs/*/*.pack")]) == 2
