@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from tieredckpt.blobs.posix.files import open_regular
+from tieredckpt.blobs.posix.files import foreign, open_regular
 from tieredckpt.errors import Corrupt
 
 __all__ = ["RETIRED", "Retired", "StillRead"]
@@ -49,18 +49,26 @@ class Retired:
         """Remove an object at once; the returned function tells whether its last reader has gone.
 
         ``index`` is the key of what tells which memory it refers to, kept beside it as long as it is read; empty
-        where there is none.
+        where there is none. Raises `NoSpace`, `TierUnavailable`.
         """
         path, name = self._folder / key, self._folder / RETIRED / secrets.token_hex(8)
         try:
             file = path.open("rb")
         except FileNotFoundError:
             return lambda: True
-        name.parent.mkdir(mode=0o700, exist_ok=True)
-        if index:
-            with contextlib.suppress(FileNotFoundError):
-                os.link(self._folder / index, _index_of(name))  # first: without it the memory could not be identified
-        path.rename(name)
+        try:
+            if self._until_unread(file, path)():  # what nobody reads needs no room for another name
+                return lambda: True
+            name.parent.mkdir(mode=0o700, exist_ok=True)
+            if index:
+                with contextlib.suppress(FileNotFoundError):
+                    # First: without it the memory could not be identified.
+                    os.link(self._folder / index, _index_of(name))
+            path.rename(name)
+        except OSError as error:
+            self._files.discard(file)
+            file.close()
+            raise foreign(error, path, "evicted") from error
         return self._until_unread(file, name)
 
     def left(self) -> list[StillRead]:

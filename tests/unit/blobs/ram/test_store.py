@@ -179,6 +179,10 @@ async def test_a_reader_sees_what_the_writer_puts_and_hinders_nobody(folder: Pat
             RamStore.open(folder, MIB)
 
 
+def no_inode(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 async def test_what_is_read_is_not_given_back_before_the_last_reader_has_gone(folder: Path) -> None:
     async with opened(folder) as store:
         for name in ("unread", "read"):
@@ -195,6 +199,21 @@ async def test_what_is_read_is_not_given_back_before_the_last_reader_has_gone(fo
         assert unread()
         assert unread()
         assert store.retire("never there")()
+
+
+async def test_where_there_is_room_for_no_file_what_nobody_reads_goes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(folder) as store:
+        for name in ("unread", "read"):
+            await store.put(name, [b"x"])
+        monkeypatch.setattr(Path, "mkdir", no_inode)
+        assert store.retire("unread")()
+        reader = store.share("read")
+        with pytest.raises(NoSpace, match="read was not evicted: No space left"):
+            store.retire("read")
+        os.close(reader)
+        assert store.retire("read")()
 
 
 async def test_a_reader_that_comes_between_removal_and_lock_is_turned_away(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -388,3 +390,27 @@ async def test_automatic_slabs_share_a_quarter_of_memory_with_other_stores(
             assert restored is not None
             assert_same(restored.tree, state(step))
         await store.close()
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["unread", "read"])
+async def test_a_save_goes_on_where_shared_memory_has_room_for_no_further_file(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: bool
+) -> None:
+    """Promise 5: an eviction, which made a folder, raised into the training."""
+    mkdir = Path.mkdir
+
+    def no_inode(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.name == "retired":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", no_inode)
+    settings = config({"ram": ram(shared_memory, capacity=2 * STATE), "disk": folder(tmp_path / "disk", retain="all")})
+    async with CheckpointStore.open(settings) as store:
+        views = []
+        for step in 1, 2:
+            await (await store.save(step, state(step))).reached("disk")
+            if read:
+                views.append(await store.restore(step, copy=False, resume=False))
+        await (await store.save(3, state(3))).reached("disk")
+        assert ("ram" in await store.where(3)) is not read
