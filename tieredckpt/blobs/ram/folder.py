@@ -39,6 +39,9 @@ RANK_FOLDER = "rank-"
 
 LOCK = "lock"
 
+_TRIES = 100
+"""How often a folder is made that is gone at once."""
+
 _MOVING = ".moving"
 """Suffix of the link from the new to the former name of a folder that is being moved to a store's."""
 
@@ -69,14 +72,20 @@ def is_store_folder(name: str) -> bool:
 
 def take(folder: Path) -> int:
     """Make the folder ours alone; the descriptor that locks it. Raises `Conflict`, `OSError`."""
+    tries = 0
     while True:
-        with contextlib.suppress(FileNotFoundError):  # the one who had it has just removed it
+        try:
             for own in (*_above(folder), folder):
                 _own_folder(own)
             lock = _lock_folder(folder)
-            if os.fstat(lock).st_nlink:
-                return lock
-            let_go(lock)
+        except FileNotFoundError:  # the one who had it has just removed it, or nothing can be made there, as in /proc
+            tries += 1
+            if tries == _TRIES:
+                raise
+            continue
+        if os.fstat(lock).st_nlink:
+            return lock
+        let_go(lock)
 
 
 @contextlib.contextmanager

@@ -127,6 +127,12 @@ async def test_a_folder_that_cannot_be_made_is_an_unavailable_tier(shared_memory
         RamStore.open(shared_memory / "file" / "ram", MIB)
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc")
+def test_a_folder_is_not_made_again_for_ever_where_none_can_be() -> None:
+    with pytest.raises(TierUnavailable, match="cannot be opened: No such file or directory; choose another path"):
+        RamStore.open(Path("/proc/tieredckpt/ram"), MIB)
+
+
 def test_the_environment_names_the_folder_of_ram_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED_MEMORY_VARIABLE, str(tmp_path))
     assert shared_memory_root() == tmp_path
