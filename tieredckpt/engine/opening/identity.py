@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tieredckpt._decoders import json_decoder
+from tieredckpt.engine.opening.unreadable import Reads
 from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
@@ -70,7 +71,7 @@ def _only_store(records: Sequence[StepRecord]) -> str | None:
 
 
 async def _newest_records(tier: Tier) -> list[StepRecord]:
-    """Records of the newest steps that can be read."""
+    """Records of the newest steps that can be read. Raises `TierUnavailable` where it is the tier that cannot be."""
     found: list[StepId] = []
     async for info in tier.store.list(layout.STEPS):
         folder, _, name = info.key.rpartition("/")
@@ -78,11 +79,17 @@ async def _newest_records(tier: Tier) -> list[StepRecord]:
         if parsed is not None and name == layout.MANIFEST:
             found.append(StepId(serial=parsed[1], step=parsed[0]))
     records: list[StepRecord] = []
+    reads = Reads(tier)
     for step in sorted(found, reverse=True)[:_STEPS_ASKED]:
         try:
             records.append(find_record(*await step_index.read(tier, step)))
-        except (Corrupt, NotFound):
+        except TierUnavailable as error:
+            await reads.note(error)
             continue
+        except (Corrupt, NotFound):
+            pass
+        reads.answered += 1
+    reads.check()
     return records
 
 

@@ -67,6 +67,20 @@ async def assert_restores(store: CheckpointStore, step: int) -> None:
     assert_same(restored.tree, tree(step))
 
 
+@pytest.mark.parametrize("content", [None, "{"], ids=["lost", "damaged"])
+async def test_the_other_steps_tell_whose_store_it_is_where_the_marker_does_not(
+    settings: StoreConfig, saved: Path, faults: FaultyTiers, content: str | None
+) -> None:
+    marker = saved / "tieredckpt.json"
+    if content is None:
+        marker.unlink()
+    else:
+        marker.write_text(content)
+    with unreadable(faults, "steps/0000000003-*/manifest.ocdbt"):
+        async with CheckpointStore.open(settings) as store:
+            await assert_restores(store, 2)
+
+
 @pytest.mark.parametrize("file", ["manifest.ocdbt", "btree*"])
 async def test_a_file_that_cannot_be_read_costs_its_step_alone_until_it_can(
     settings: StoreConfig, saved: Path, faults: FaultyTiers, caplog: pytest.LogCaptureFixture, file: str
