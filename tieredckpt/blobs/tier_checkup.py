@@ -8,6 +8,9 @@ from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.checkup import Check, Facts, check_up, within
 from tieredckpt.config.kinds import kind_of
 from tieredckpt.config.tiers import TierConfig
+from tieredckpt.errors import NotFound
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import decode_marker
 
 __all__ = ["check_tier", "try_tier"]
 
@@ -37,7 +40,7 @@ async def try_tier(tier: TierConfig, nbytes: int, *, opens_within: float | None 
     yield (check := await within("open", opening(), (opens_within or tier.deadline) + _AFTER_ITS_OWN))
     if not check.ok:
         return
-    store = opened[0]
+    store, answers = opened[0], True
     try:
         if isinstance(store, Facts):
             for name, told in store.facts().items():
@@ -45,10 +48,24 @@ async def try_tier(tier: TierConfig, nbytes: int, *, opens_within: float | None 
         yield Check("survives", store.traits.survives > Survives.NOTHING, _SURVIVES[store.traits.survives])
         async for check in check_up(store, nbytes, deadline=tier.deadline, min_bandwidth=tier.min_bandwidth):
             yield check
+            answers = answers and check.ok
+        if answers:
+            marker = await within("marker", _marker(store, layout.DERIVED if tier.lossy else ""), tier.deadline)
+            if marker.detail:
+                yield marker
     finally:
         closed = await within("close", _close(store), _AFTER_ITS_OWN)
     if not closed.ok:
         yield closed
+
+
+async def _marker(store: BlobStore, root: str) -> str:
+    """Whose store lies there; empty where there is none."""
+    try:
+        marker = decode_marker(await store.get(root + layout.MARKER, limit=layout.MARKER_MAX), store.location)
+    except NotFound:
+        return ""
+    return f"store {marker.store}, format {marker.format_version}"
 
 
 async def _close(store: BlobStore) -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "LEASES",
     "MANIFEST",
     "MARKER",
+    "MARKER_MAX",
     "MAX_NUMBER",
     "PACKS",
     "RANKS",
@@ -56,6 +57,9 @@ FORMAT_VERSIONS = FORMAT_VERSION, ENCODED_VERSION, DERIVED_VERSION
 
 MARKER = "tieredckpt.json"
 """The file that tells whose root this is; written once."""
+
+MARKER_MAX = 64 << 10
+"""Bytes of the largest marker that is read."""
 
 ALIGNMENT = 4096
 """Extents begin at multiples of this many bytes."""

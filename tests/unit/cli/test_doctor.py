@@ -80,6 +80,20 @@ def test_a_tier_that_cannot_be_used_is_named_and_the_others_are_tried(run: Run, 
     assert "large read" in archive
 
 
+def test_a_marker_is_told_of_and_one_that_is_damaged_is_wrong(told: Told, run: Run, trained: Path) -> None:
+    """Of a store that no command could open it said that all is well."""
+    marker = trained.parent / "disk" / "tieredckpt.json"
+    checks = told("doctor", trained, "--size", "1 MiB")["tiers"]["disk"]
+    (found,) = [each for each in checks if each["name"] == "marker"]
+    assert json.loads(marker.read_text())["store"] in found["detail"]
+    marker.write_text("{")
+    result = run("doctor", trained, "--size", "1 MiB")
+    assert result.exit_code == 1
+    (wrong,) = [line for line in result.stdout.splitlines() if "WRONG" in line]
+    assert "marker" in wrong
+    assert "does not mark a tieredckpt store" in wrong
+
+
 def test_one_tier_may_be_chosen(told: Told, run: Run, config: Path) -> None:
     assert set(told("doctor", config, "--tier", "disk", "--size", "1 MiB")["tiers"]) == {"disk"}
     result = run("doctor", config, "--tier", "dsik")

@@ -23,7 +23,6 @@ from tieredckpt.format.manifest import StoreMarker, decode_marker
 
 __all__ = ["FoundRam", "find_ram", "judged", "marker_at", "store_in"]
 
-_MARKER_MAX = 64 << 10
 _RANK = re.compile(rf"{RANK_FOLDER}(\d{{1,9}})(?:\.replica)?")
 
 
@@ -100,7 +99,7 @@ def marker_at(folder: Path) -> StoreMarker | None:
     try:
         fd = open_regular(folder / layout.MARKER, os.O_RDONLY, follow_symlinks=False)
         with os.fdopen(fd, "rb") as file:
-            return decode_marker(file.read(_MARKER_MAX + 1), str(folder))
+            return decode_marker(file.read(layout.MARKER_MAX + 1), str(folder))
     except (OSError, Corrupt):
         return None
 

@@ -9,7 +9,7 @@ import msgspec
 
 from tieredckpt._decoders import json_decoder
 from tieredckpt.engine.opening.unreadable import Reads
-from tieredckpt.engine.tier import marker_file, step_index
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
@@ -116,7 +116,7 @@ async def consistent_markers(tiers: Sequence[Tier], markers: Sequence[StoreMarke
 async def _is_of_another_format(tier: Tier) -> bool:
     """Whether a marker that this version refuses is a sound one of another version, which must not be replaced."""
     try:
-        data = await tier.store.get(layout.MARKER, limit=marker_file.MARKER_MAX)
+        data = await tier.store.get(layout.MARKER, limit=layout.MARKER_MAX)
         found = json_decoder(_AnyMarker).decode(data)
     except (Corrupt, NotFound, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False

@@ -7,15 +7,12 @@ from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StoreMarker, decode_marker, encode_marker
 
-__all__ = ["MARKER_MAX", "is_still", "read", "read_unless_empty", "write"]
-
-MARKER_MAX = 64 << 10
-"""Bytes of the largest marker that is read."""
+__all__ = ["is_still", "read", "read_unless_empty", "write"]
 
 
 async def read(store: BlobStore) -> StoreMarker:
     """The marker as it lies there. Raises as the blob store does, `NotFound` where there is none, and `Corrupt`."""
-    return decode_marker(await store.get(layout.MARKER, limit=MARKER_MAX), store.location)
+    return decode_marker(await store.get(layout.MARKER, limit=layout.MARKER_MAX), store.location)
 
 
 async def read_unless_empty(store: BlobStore) -> StoreMarker | None:
