@@ -53,6 +53,8 @@ class Collector:
         """Takes the steps out, also those that somebody names."""
         self._strays: dict[str, dict[str, float]] = {}
         """By tier, the index files that no step is known to use, and since when (epoch seconds)."""
+        self._dense: dict[str, set[tuple[StepId, str]]] = {}
+        """By tier, the commits that there were when no pack was sparse: none is as long as no step leaves."""
 
     # -- by policy, and for room --------------------------------------------------------------------------
 
@@ -312,6 +314,12 @@ class Collector:
         """Packs whose live share of bytes is below the store's ``repack_below``, and the live bytes of each."""
         if not self._state.collects(tier):
             return {}
+        commits = {(step, held.btree_key) for step, held in tier.steps.held.items()}
+        left = tier.steps.held.news(self) - tier.steps.held.keys()
+        dense = self._dense.pop(tier.name, None)
+        if dense is not None and dense <= commits and not left:  # thousands of indexes are not read again each time
+            self._dense[tier.name] = dense
+            return {}
         live: dict[str, int] = {}
         seen: set[tuple[str, int]] = set()
         for step in tuple(tier.steps.held):
@@ -328,7 +336,10 @@ class Collector:
                     live[extent.path] = live.get(extent.path, 0) + layout.aligned(extent.length)
             await asyncio.sleep(0)
         threshold = self._state.config.repack_below
-        return {key: nbytes for key, nbytes in live.items() if nbytes < threshold * tier.packs.sizes.get(key, 0)}
+        sparse = {key: nbytes for key, nbytes in live.items() if nbytes < threshold * tier.packs.sizes.get(key, 0)}
+        if not sparse:
+            self._dense[tier.name] = commits
+        return sparse
 
     async def users_of(self, tier: Tier, packs: set[str]) -> list[StepId]:
         """The steps on a tier that refer to any of the packs."""

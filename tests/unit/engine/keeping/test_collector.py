@@ -43,7 +43,7 @@ from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format import layout, ocdbt
-from tieredckpt.format.manifest import decode_step
+from tieredckpt.format.manifest import StepId, decode_step
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.testing.faulty import Faulty
 
@@ -223,6 +223,35 @@ async def test_a_pack_that_is_mostly_dead_is_rewritten_and_everything_restores(
             assert all(found.intact for found in await store.verify(step, "disk"))
     async with opened(place, disk) as store:
         for step, tree in trees.items():
+            await assert_restores(store, step, tree)
+
+
+async def test_no_index_is_read_again_for_sparse_packs_before_a_step_has_left(
+    place: Place, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of steps took a collection minutes, each `grace`."""
+    loaded = []
+    load = collector.step_index.load
+
+    async def counted(tier: Any, step: StepId) -> Any:
+        loaded.append(step.step)
+        return await load(tier, step)
+
+    monkeypatch.setattr(collector.step_index, "load", counted)
+    async with opened(place, disk) as store:
+        await (await store.save(1, state())).reached("disk")
+        await store.collect()
+        assert loaded
+        await (await store.save(2, changed(2))).reached("disk")
+        await (await store.save(3, changed(2, keeps=9))).reached("disk")
+        loaded.clear()
+        await store.collect()
+        assert not loaded
+        await store.evict(2, "disk")
+        (collected,) = [each for each in await store.collect() if each.tier == "disk"]
+        assert loaded
+        assert collected.packs == 1
+        for step, tree in (1, state()), (3, changed(2, keeps=9)):
             await assert_restores(store, step, tree)
 
 
