@@ -155,7 +155,12 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
             tier.steps.set_apart()
         if known is not None and writes and (lacks_marker or known.format_version < tier.format_version):
             known = known.at_version(tier.format_version)
-            await marker_file.write(tier.store, known)  # before the first compressed chunk; earlier versions refuse it
+            try:  # before the first compressed chunk; earlier versions refuse it
+                await marker_file.write(tier.store, known)
+            except NoSpace as error:
+                if marker is None:  # an empty tier, which is not to be noted as seen
+                    raise
+                full = error  # the marker there is another one, so the tier is opened again before it is written to
         tier.marker = known
     state.changed.notify()  # who waits for a step may find it now
     if ram is not None:

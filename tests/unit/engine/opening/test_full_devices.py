@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -160,3 +161,42 @@ async def test_a_step_leaves_a_device_that_has_no_room_to_renew_the_lease(
         with no_room_on(disk, steps=3):
             await store.evict(1, "disk")
     assert manifests(disk) == len([*disk.glob("packs/*/*.pack")]) == 2
+
+
+@pytest.mark.parametrize("marker", ["of an earlier format", "damaged", "lost"])
+async def test_a_full_device_is_read_and_given_room_though_its_marker_is_to_be_written_anew(
+    disk: Path, marker: str
+) -> None:
+    """As by a person who compresses the next steps because it is full."""
+    settings = config({"disk": folder(disk, retain="all")})
+    await filled(settings)
+    path = disk / "tieredckpt.json"
+    match marker:
+        case "of an earlier format":
+            settings = config({"disk": folder(disk, retain="all", codec="small")})
+        case "damaged":
+            path.write_text("{")
+        case "lost":
+            path.unlink()
+    with no_room_on(disk, steps=3):
+        async with CheckpointStore.open(settings) as store:
+            heard = Heard(store)
+            restored = await store.restore()
+            assert restored is not None
+            assert_same(restored.tree, tree(3))
+            await store.evict(1, "disk")
+            await heard.first(TierRecovered)
+            assert json.loads(path.read_text())["format_version"] == (2 if marker == "of an earlier format" else 1)
+            await (await store.save(4, tree(4))).reached("disk")
+
+
+async def test_an_empty_device_that_is_full_counts_as_never_seen(shared_memory: Path, disk: Path) -> None:
+    """Else the steps in RAM were left alone after a crash, as of a store that a person has removed."""
+    settings = config({"ram": ram(shared_memory, on_close="keep"), "disk": folder(disk)})
+    with no_room_on(disk):
+        async with CheckpointStore.open(settings) as store:
+            await store.save(1, tree(1))
+    async with CheckpointStore.open(settings) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
