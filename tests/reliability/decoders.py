@@ -108,6 +108,7 @@ _FOOTER = pack.encode_footer([pack.PackEntry(bytes([i]) * 16, 8192 * i, 5000) fo
 _FOOTER_2 = pack.encode_footer([pack.PackEntry(bytes(16), 0, 5000)], 65536, compressed=True)
 _ENCODED = CODECS["small"].encode(uses.CHUNK, uses.CHUNK.size, 4, np.zeros(2 * uses.CHUNK.size, np.uint8))
 _FRAME = _ENCODED.parts[0][: _ENCODED.length - BLOSC.checksum_size].tobytes()
+_METRICS: dict[str, float | str] = {"loss": 0.5, "worst": "nan"}
 _CATALOG = encode_catalog(
     Catalog(
         STORE,
@@ -116,9 +117,7 @@ _CATALOG = encode_catalog(
         np.array([1, 2], np.uint32),
         np.array([(bytes([i]) * 16, 4096 * (i // 2), 100) for i in range(3)], pack.RECORD),
         [
-            CatalogStep(
-                5, 7, 300, 1.0, "btree", 4000, 1.0, ((1, 3), (5, 7)), 3, 1.0, 99, {"loss": 0.5, "worst": "nan"}, 1
-            )
+            CatalogStep(5, 7, 300, 1.0, "btree", 4000, 1.0, ((1, 3), (5, 7)), 3, 1.0, 99, _METRICS, 1, STORE),
         ],
     )
 )

@@ -161,7 +161,7 @@ def use_catalog(data: bytes) -> None:
     if len(sizes) == len(catalog.packs):
         assert all(extent.offset + extent.length <= sizes[extent.path] for extent in chunks.values())
     for step in catalog.steps:
-        use_record(step.record(catalog.store))
+        use_record(step.record)
 
 
 def decode_note(data: bytes) -> None:

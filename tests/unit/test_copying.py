@@ -125,6 +125,19 @@ asyncio.run(copy_steps(source, target, progress=lambda each: print("copied", eac
 """
 
 
+async def test_a_copy_in_an_object_store_takes_what_has_come_since(source: StoreConfig, s3_place: Place) -> None:
+    """Its catalog says of each step which store saved it: those of the source do not become its own."""
+    target = config({"s3": s3_place.tier(retain="all")})
+    await copy_steps(source, target)
+    copied = await copy_steps(source, target)
+    assert [each.written for each in copied] == [0, 0, 0, 0]
+    async with CheckpointStore.open(source) as store:
+        await store.save(5, tree(5))
+    copied = await copy_steps(source, target)
+    assert [bool(each.written) for each in copied] == [False, False, False, False, True]
+    assert await content(target) == await content(source)
+
+
 async def test_a_copy_that_was_killed_goes_on_where_it_was(source: StoreConfig, s3_place: Place) -> None:
     """It dies with the index of step 3 on its way."""
     with proxy(s3_place.server) as between:

@@ -2,7 +2,7 @@
 
 ::
 
-    0         magic "tckcat\n" and a zero (8) version (4) zero (4)
+    0         magic "tckcat\n" and a zero (8) version 2 (4) zero (4)
     16        a MessagePack array
     size-4    CRC-32C of all before it (4)
 
@@ -28,7 +28,7 @@ from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.errors import Corrupt
 from tieredckpt.format import layout
 from tieredckpt.format.crc import crc32c
-from tieredckpt.format.manifest import StepId, StepRecord, is_line
+from tieredckpt.format.manifest import StepId, StepRecord, Uuid, is_line
 from tieredckpt.format.pack import RECORD, TRAILER_BLOCK
 from tieredckpt.format.structure import NoneNode
 
@@ -37,7 +37,7 @@ __all__ = ["MAX_CATALOG", "Catalog", "CatalogStep", "decode_catalog", "encode_ca
 MAX_CATALOG: Final = 256 << 20
 """Bytes of the largest catalog that is read."""
 
-_HEAD = b"tckcat\n\0" + (1).to_bytes(4, "little") + bytes(4)
+_HEAD = b"tckcat\n\0" + (2).to_bytes(4, "little") + bytes(4)
 _CRC_SIZE = 4
 _ID_SIZE = 16
 
@@ -65,15 +65,18 @@ class CatalogStep(msgspec.Struct, frozen=True, array_like=True):
     nbytes: _Number
     metrics: dict[str, float | str]
     ranks: Annotated[int, msgspec.Meta(ge=1)]
+    store: Uuid
+    """The store that saved it: an earlier one's, where this is a copy or a fork. Version 1 did not say it."""
 
     @property
     def id(self) -> StepId:
         return StepId(self.serial, self.step)
 
-    def record(self, store: str) -> StepRecord:
+    @property
+    def record(self) -> StepRecord:
         """As much of the step's record as there is."""
         return StepRecord(
-            store=store,
+            store=self.store,
             step=self.step,
             serial=self.serial,
             line=self.line,
@@ -131,7 +134,7 @@ def decode_catalog(data: bytes, where: str) -> Catalog:
     """Decode a catalog; its chunks are views of ``data``. Raises `Corrupt` if the bytes are not a valid catalog."""
     view = memoryview(data)
     if len(view) < len(_HEAD) + _CRC_SIZE or view[: len(_HEAD)] != _HEAD:
-        raise Corrupt(f"{where} is no catalog of version 1")
+        raise Corrupt(f"{where} is no catalog of version 2")
     if crc32c(view[:-_CRC_SIZE]) != int.from_bytes(view[-_CRC_SIZE:], "little"):
         raise Corrupt(f"{where} does not match its CRC-32C")
     try:

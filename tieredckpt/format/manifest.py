@@ -45,6 +45,7 @@ __all__ = [
     "StepIndex",
     "StepRecord",
     "StoreMarker",
+    "Uuid",
     "decode_marker",
     "decode_record",
     "decode_step",
@@ -63,7 +64,7 @@ MAX_CHUNK: Final = 1 << 30
 _MAX_RECORD = MAX_STRUCTURE_BYTES + (16 << 20)
 _MAX_POLICY_DEPTH = 100  # what is shown to people is walked by recursion
 
-_Uuid = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")]
+Uuid = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")]
 _Step = Annotated[int, msgspec.Meta(ge=0, le=layout.MAX_NUMBER)]
 _Serial = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_NUMBER)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=layout.MAX_NUMBER)]
@@ -82,7 +83,7 @@ class StepId(NamedTuple):
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a step; stored as ``tieredckpt/step.json``."""
 
-    store: _Uuid
+    store: Uuid
     """Identity of the store, a UUID."""
     step: _Step
     serial: _Serial
@@ -117,11 +118,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
     """``tieredckpt.json`` at the root of every tier: whose it is, and in which format."""
 
-    store: _Uuid
+    store: Uuid
     format_version: int = layout.FORMAT_VERSION
     """Of the tier: one of `layout.FORMAT_VERSIONS`."""
     digest: str = digests.NAME
-    forked_from: tuple[_Uuid, ...] | msgspec.UnsetType = msgspec.UNSET
+    forked_from: tuple[Uuid, ...] | msgspec.UnsetType = msgspec.UNSET
     """The stores of which this one is a copy that was given an identity of its own, the last first."""
 
     @property

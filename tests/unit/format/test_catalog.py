@@ -45,6 +45,7 @@ def catalogs(draw: st.DrawFn) -> Catalog:
                 nbytes=7,
                 metrics=draw(st.dictionaries(st.text(), st.floats(allow_nan=False) | st.just("nan"), max_size=2)),
                 ranks=draw(st.integers(1, 9)),
+                store=draw(st.uuids().map(str)),
             )
         )
     keys = [layout.pack_key(identity.hex()) for identity in ids]
@@ -60,7 +61,7 @@ def test_what_is_written_is_read(catalog: Catalog) -> None:
     assert found.counts.tolist() == catalog.counts.tolist()
     assert found.chunks.tobytes() == catalog.chunks.tobytes()
     for step in found.steps:
-        assert step.record(STORE).id == step.id
+        assert (step.record.id, step.record.store) == (step.id, step.store)
 
 
 @given(catalogs(), st.data())
@@ -77,7 +78,7 @@ def test_one_that_was_cut_or_changed_is_refused(catalog: Catalog, data: st.DataO
 
 def made_up(**changes: Any) -> bytes:
     """A catalog of one pack with one chunk and one step, with a right checksum whatever it says."""
-    step = [5, 3, 300, 1.0, "btree", 4000, 1.0, [[1, 3]], None, 1.0, 7, {}, 1]
+    step = [5, 3, 300, 1.0, "btree", 4000, 1.0, [[1, 3]], None, 1.0, 7, {}, 1, STORE]
     table = np.array([(bytes(16), 0, 100)], RECORD)
     body: dict[str, Any] = {
         "store": STORE,
@@ -88,7 +89,7 @@ def made_up(**changes: Any) -> bytes:
         "steps": [step],
     }
     data = (
-        b"tckcat\n\0" + (1).to_bytes(4, "little") + bytes(4) + msgspec.msgpack.encode(list((body | changes).values()))
+        b"tckcat\n\0" + (2).to_bytes(4, "little") + bytes(4) + msgspec.msgpack.encode(list((body | changes).values()))
     )
     return data + crc32c(data).to_bytes(4, "little")
 
@@ -99,7 +100,7 @@ def chunk(offset: int, length: int) -> bytes:
 
 def step(**changes: Any) -> list[Any]:
     fields = {"step": 5, "serial": 3, "size": 300, "at": 1.0, "btree": "btree", "nodes": 4000, "nodes_at": 1.0}
-    rest = {"line": [[1, 3]], "from": None, "saved_at": 1.0, "nbytes": 7, "metrics": {}, "ranks": 1}
+    rest = {"line": [[1, 3]], "from": None, "saved_at": 1.0, "nbytes": 7, "metrics": {}, "ranks": 1, "store": STORE}
     return list((fields | rest | changes).values())
 
 
@@ -119,6 +120,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "a serial that is none": {"steps": [step(serial=0)]},
     "a time that is no number": {"steps": [step(saved_at=float("nan"))]},
     "no ranks": {"steps": [step(ranks=0)]},
+    "a store that is none": {"steps": [step(store="..")]},
     "a step that is none": {"steps": [[5]]},
     "steps that are no list": {"steps": 7},
 }

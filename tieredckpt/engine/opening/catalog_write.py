@@ -155,6 +155,7 @@ def _entry(step: StepId, record: StepRecord, stamp: Stamp) -> CatalogStep:
         nbytes=record.nbytes,
         metrics=record.metrics,
         ranks=record.ranks,
+        store=record.store,
     )
 
 
