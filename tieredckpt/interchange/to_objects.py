@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
 
-from tieredckpt.blobs.base import BlobStore, GetDigested, PutStream, Stretch
+from tieredckpt.blobs.base import BlobStore, GetDigested, Stretch
 from tieredckpt.config.exports import place_of
 from tieredckpt.config.formats import Digests, Files, Output
-from tieredckpt.config.kinds import kind_of
-from tieredckpt.engine.exporting.objects import ObjectFiles
-from tieredckpt.errors import Conflict, Corrupt, Invalid, TieredCkptError
+from tieredckpt.engine.exporting.objects import ObjectFiles, open_place
+from tieredckpt.errors import Conflict, Corrupt, TieredCkptError
 from tieredckpt.format.digest import Digester
 from tieredckpt.sync import SyncStore
 
@@ -86,14 +84,12 @@ def write_to_objects(store: SyncStore, url: str, write: Callable[[Files], Digest
         Corrupt: what was written did not come back; it is deleted again.
         Invalid, TierUnavailable: the place cannot be written; what was written is deleted again.
     """
-    tier = place_of(url, "export")
-    objects = store._run(kind_of(tier).open(tier, read_only=True))  # which probes nothing and leaves no file
+    streams, objects = store._run(open_place(place_of(url, "export")))
+    assert isinstance(objects, GetDigested)
     try:
-        if not isinstance(objects, PutStream) or not isinstance(objects, GetDigested):
-            raise Invalid(f"{url}: objects there cannot be written as a stream, as exports are")
         if store._run(_any(objects)):
             raise Conflict(f"{url} has objects already; choose another place, nothing is replaced")
-        files = ObjectFiles(objects, "", store._life.loop.thread.loop)
+        files = ObjectFiles(streams, "", store._life.loop.thread.loop)
         digested = _DigestedFiles(files)
         try:
             written = write(digested)
@@ -101,8 +97,8 @@ def write_to_objects(store: SyncStore, url: str, write: Callable[[Files], Digest
                 store._run(_compare(objects, url, name, blocks))
         except BaseException:
             files.give_up()
-            for name in reversed(files.begun):
-                with suppress(TieredCkptError):
+            with suppress(TieredCkptError):  # a server that does not answer is not asked for each of them
+                for name in reversed(files.begun):
                     store._run(objects.delete(name))
             raise
         return written
@@ -120,11 +116,7 @@ async def _compare(objects: GetDigested, url: str, name: str, blocks: list[tuple
     at = 0
     for nbytes, digest in blocks:
         memory = memoryview(bytearray(nbytes))
-        (found,) = await asyncio.wait_for(objects.get_digested(name, [Stretch(at, nbytes, memory)]), _WITHIN)
+        (found,) = await objects.get_digested(name, [Stretch(at, nbytes, memory)])
         if found != digest:
             raise Corrupt(f"{url}/{name} did not come back as written, nothing was exported; try again")
         at += nbytes
-
-
-_WITHIN = 150.0
-"""Seconds for a block to come back."""

@@ -23,7 +23,7 @@ from tieredckpt.engine.exporting import places
 from tieredckpt.engine.exporting.places import LARGEST_RECORD, RECORD, Record
 from tieredckpt.errors import Closed, Corrupt, Invalid, NotFound, TierUnavailable
 
-__all__ = ["ObjectFiles", "Objects"]
+__all__ = ["ObjectFiles", "Objects", "open_place"]
 
 _PIECE = 8 << 20
 """Bytes that are handed over at a time, at least."""
@@ -31,6 +31,20 @@ _WAITING = 2
 """Pieces that wait to be sent."""
 _SENT_WITHIN = 150.0
 """Seconds in which the server takes a piece, or the end of a file."""
+
+
+async def open_place(tier: TierConfig) -> tuple[BlobStore, BlobStore]:
+    """Open a place for exports: the store, for streams, which come once; and the same with verbs that are repeated, and
+    end in time.
+
+    Raises `Invalid` for one that takes no streams.
+    """
+    # Exports need no exclusive put, which is what would be tried out, and leave a file.
+    store = await kind_of(tier).open(tier, read_only=True)
+    if not isinstance(store, PutStream):
+        await store.close()
+        raise Invalid(f"{tier.location}: objects there cannot be written as a stream, as exports are")
+    return store, Retrying(Deadline(store, tier.name, base=tier.deadline), attempts=tier.retries + 1)
 
 
 class _StreamedObject:
@@ -183,14 +197,7 @@ class Objects:
 
     async def _open(self) -> BlobStore:
         if self._verbs is None:
-            # Exports need no exclusive put, which is what would be tried out, and leave a file.
-            store = await kind_of(self._tier).open(self._tier, read_only=True)
-            if not isinstance(store, PutStream):
-                await store.close()
-                raise Invalid(f"{self._tier.location}: objects there cannot be written as a stream, as exports are")
-            self._opened = store
-            bounded = Deadline(store, self._tier.name, base=self._tier.deadline)
-            self._verbs = Retrying(bounded, attempts=self._tier.retries + 1)
+            self._opened, self._verbs = await open_place(self._tier)
         return self._verbs
 
     async def exported(self) -> Mapping[int, Record]:

@@ -14,12 +14,14 @@ from support.exports import heard, replace_writer
 from support.frameworks import require
 from support.limits import limit
 from support.object_stores import CREDENTIALS, Place
+from support.proxy import Fault, cut, internal_error, proxy, slow_down
 
 require("obstore")
 
 from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, SyncStore, TierUnavailable
 from tieredckpt.blobs.object.client import Client
 from tieredckpt.blobs.object.store import ObjectStore
+from tieredckpt.blobs.wrap import Deadline
 from tieredckpt.engine.exporting.objects import Objects
 from tieredckpt.events import ExportFailed, StepExported
 from tieredckpt.interchange import export_step
@@ -275,3 +277,45 @@ def test_a_file_whose_outcome_is_unknown_is_deleted_with_the_others(
     with pytest.raises(TierUnavailable, match="no answer"):
         export_step(store, f"safetensors:{s3_place.url}/by-hand", 1, shard_size=1 << 20)
     assert not s3_place.bucket.sizes()
+
+
+@pytest.mark.parametrize(("verb", "fault"), [("LIST", internal_error), ("GET", internal_error), ("GET", cut)])
+def test_one_request_that_fails_is_made_again_by_the_command_and_the_export_stays(
+    verb: str, fault: Fault, open_store: Open, s3_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(when="never")
+    store.save(1, tree(1))
+    store.flush()
+    with proxy(s3_place.server) as between:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
+        between.fail(verb, fault, key="by-hand")
+        export_step(store, f"safetensors:{s3_place.url}/by-hand", 1)
+    assert set(s3_place.bucket.sizes()) == {"by-hand/model.safetensors"}
+
+
+@pytest.mark.parametrize("fails", ["hangs", "wants fewer requests"])
+@pytest.mark.parametrize("verb", ["LIST", "GET"])
+def test_the_command_ends_where_the_server_does_not_answer(
+    fails: str, verb: str, open_store: Open, s3_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it wait for the deletion of each of its files."""
+    store = open_store(when="never")
+    store.save(1, tree(1))
+    store.flush()
+    init = Deadline.__init__
+
+    def soon(self: Deadline, *arguments: Any, **settings: Any) -> None:
+        init(self, *arguments, **settings | {"base": 1.0})
+
+    monkeypatch.setattr(Deadline, "__init__", soon)
+    with proxy(s3_place.server) as between:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
+        for each in (verb, "DELETE"):
+            if fails == "hangs":
+                between.hang(each, key="by-hand", times=None)
+            else:
+                between.fail(each, slow_down, key="by-hand", times=None)
+        with pytest.raises(TierUnavailable, match="had not ended after"):
+            export_step(store, f"safetensors:{s3_place.url}/by-hand", 1, shard_size=1 << 20)
+        deleted = {path for each, path in between.asked if each == "DELETE"}
+    assert len(deleted) == (verb == "GET")
