@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tieredckpt._redact import redacted_text
 from tieredckpt.errors import Invalid
 
 __all__ = ["for_tensorstore", "provider", "region", "to_be_read"]
@@ -74,8 +75,9 @@ def provider(tier: str, profile: str, told_by: str) -> Any:
         ) from error
     try:
         return Boto3CredentialProvider(Session(profile_name=profile), ttl=_TTL)
-    except Exception as error:  # botocore's own kinds, of which there are many
-        raise Invalid(f"tier {tier!r}: the profile {profile!r} gives no credentials: {error}") from error
+    except Exception as error:  # botocore's own kinds, of which there are many; they may repeat what a program printed
+        told = ValueError(redacted_text(str(error)))
+        raise Invalid(f"tier {tier!r}: the profile {profile!r} gives no credentials: {told}") from told
 
 
 def _unsigned() -> bool:

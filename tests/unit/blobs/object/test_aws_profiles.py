@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ async def test_a_profile_gives_credentials_by_boto3_which_is_asked_once(
     assert profiles == ["mine"]  # once: each would ask single sign-on, or the program, by itself
     with pytest.raises(Invalid, match="the profile 'yours' gives no credentials"):
         await used(s3_place, between, profile="yours")
+
+
+async def test_what_a_program_that_gives_no_credentials_says_is_told_without_secrets(
+    s3_place: Place, between: Proxy, files: Path
+) -> None:
+    program = "sh -c 'echo no ticket for https://me:hunter22@sso/?code=abcd >&2; exit 1'"
+    (files / "config").write_text(f"[profile mine]\ncredential_process = {program}\n")
+    with pytest.raises(Invalid, match=r"the profile 'mine' gives no credentials: .*no ticket for") as found:
+        await used(s3_place, between, profile="mine")
+    told = "".join(traceback.format_exception(found.value))
+    assert "hunter22" not in told
+    assert "abcd" not in told
 
 
 @pytest.mark.usefixtures("no_signature")
