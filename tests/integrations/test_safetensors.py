@@ -165,6 +165,7 @@ def test_a_malformed_file_of_safetensors_is_named(
         ({"weight_map": {"v": "one.safetensors"}}, Corrupt, "'v' is in one.safetensors, which does not have it"),
         ({"weight_map": {"w": "a\0b"}}, Invalid, "which is not in its folder"),
         ({"weight_map": {"w": ".."}}, Invalid, "which is not in its folder"),
+        ({"weight_map": {"w": "\ud800"}}, Invalid, "which is not in its folder"),
         ({"weight_map": {}}, Corrupt, "no weight_map"),
         ({"weight_map": [1]}, Corrupt, "no weight_map"),
         ({"weight_map": {"w": 1}}, Corrupt, "no weight_map"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,4 +46,8 @@ def content(array: npt.NDArray[Any]) -> bytes:
 
 def is_name(name: str) -> bool:
     """Whether it names something in a folder itself, and no path that leads elsewhere."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
     return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
