@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from support.frameworks import require
 from support.interchange import Run, save
 
-from tieredckpt import CheckpointStore, Invalid, _registry
+from tieredckpt import CheckpointStore, Conflict, Invalid, _registry
 from tieredckpt.config.formats import GROUP
 from tieredckpt.interchange import export_step, import_step
 
@@ -139,6 +140,32 @@ def test_nothing_is_replaced(run: Run, store: Path, tmp_path: Path, scheme: str)
     result = run("export", store, "--to", f"{scheme}:{tmp_path / 'out'}")
     assert result.stderr.startswith("Conflict: ")
     assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+@pytest.mark.parametrize("came", [False, True])
+def test_a_file_is_exported_where_files_have_one_name_alone(
+    number: int, came: bool, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such are exFAT, some shares of SMB, and buckets that are mounted; also there nothing is replaced."""
+    save(store, {"w": np.arange(100.0)})
+    to = tmp_path / "w.safetensors"
+
+    def link(*paths: Path) -> None:
+        if came:
+            to.write_text("mine")
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    with CheckpointStore.open(store).sync() as opened:
+        if came:
+            with pytest.raises(Conflict, match="exists already"):
+                export_step(opened, f"safetensors:{to}")
+            assert to.read_text() == "mine"
+        else:
+            export_step(opened, f"safetensors:{to}")
+            np.testing.assert_array_equal(safetensors_torch.load_file(to)["w"].numpy(), np.arange(100.0))
+    assert not list(tmp_path.glob(".tieredckpt-*"))
 
 
 @pytest.mark.parametrize(

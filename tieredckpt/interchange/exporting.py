@@ -19,6 +19,7 @@ from tieredckpt.engine.inventory import Scalar, StepInfo
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
 from tieredckpt.interchange.base import Digests, Format
 from tieredckpt.interchange.formats import find, find_url
+from tieredckpt.interchange.linked_packs import NO_LINK
 from tieredckpt.interchange.stored_step import StepCopy, StoredStep, from_copies
 from tieredckpt.interchange.to_objects import write_to_objects
 from tieredckpt.sync import SyncStore
@@ -157,7 +158,7 @@ def _new(to: Path) -> Iterator[Path]:
                 if unfinished.is_dir():
                     unfinished.rename(to)
                 else:
-                    os.link(unfinished, to)  # unlike a rename, it refuses to replace a file that came meanwhile
+                    _link_or_rename(unfinished, to)
             except OSError as error:
                 if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                     raise _exists(to) from error
@@ -167,6 +168,17 @@ def _new(to: Path) -> Iterator[Path]:
             shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
         raise Invalid(f"{to} cannot be written: {error.strerror or error}") from error
+
+
+def _link_or_rename(unfinished: Path, to: Path) -> None:
+    try:
+        os.link(unfinished, to)  # unlike a rename, it refuses to replace a file that came meanwhile
+    except OSError as error:
+        if error.errno not in NO_LINK:
+            raise
+        if os.path.lexists(to):
+            raise _exists(to) from error
+        unfinished.rename(to)
 
 
 def _exists(to: Path) -> Conflict:

@@ -22,13 +22,13 @@ from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import find_record
 from tieredckpt.format.ocdbt import Extent, Value
 
-__all__ = ["ENTRY", "StoredIndex", "link", "stored_indexes"]
+__all__ = ["ENTRY", "NO_LINK", "StoredIndex", "link", "stored_indexes"]
 
 ENTRY = re.compile(rb"(.*)/(zarr\.json|c(?:/[0-9]+)*)", re.DOTALL)
 """A key of an array of zarr: the name of the array, and what follows it."""
 _LARGEST_MANIFEST = 1 << 20
 _LARGEST_NODES = 1 << 30
-_NO_LINK = frozenset(
+NO_LINK = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}
 )
 """What `os.link` fails with where files cannot be linked: to another file system, or those of somebody else; or where
@@ -94,7 +94,7 @@ def link(root: Path, extents: Collection[Extent], to: Path) -> bool:
         for file in to.iterdir():
             file.unlink()
         to.rmdir()
-        if error.errno in _NO_LINK:
+        if error.errno in NO_LINK:
             return False
         raise
     return True
