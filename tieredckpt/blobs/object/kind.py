@@ -9,7 +9,7 @@ from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.wrap import Deadline, Retrying
 from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
-from tieredckpt.errors import Invalid
+from tieredckpt.errors import Invalid, TierUnavailable
 
 __all__ = ["AZURE", "GCS", "S3"]
 
@@ -45,6 +45,26 @@ async def _open(tier: ObjectTier, *, read_only: bool = False) -> BlobStore:
     return store(create_only=verdict.create_only)
 
 
+def _exists(tier: ObjectTier) -> bool:
+    return asyncio.run(_holds_more_than_a_verdict(tier))
+
+
+async def _holds_more_than_a_verdict(tier: ObjectTier) -> bool:
+    try:
+        store = Deadline(await _open(tier, read_only=True), tier.name, base=tier.deadline)
+    except Invalid:
+        return True  # opening it tells why not
+    from tieredckpt.blobs.object.probe import VERDICT
+
+    try:
+        page = await store.list_at_once("")
+        return page is None or any(info.key != VERDICT for info in page)
+    except TierUnavailable:
+        return True  # who knows
+    finally:
+        await store.close()
+
+
 def _survives(tier: ObjectTier) -> Survives:
     return Survives.named(tier.survives)
 
@@ -63,7 +83,9 @@ def _folder(tier: ObjectTier) -> str:
     return f"{tier.prefix}/" if tier.prefix else ""
 
 
-S3 = TierKind(config=S3Tier, open=_open, survives=_survives, schemes=("s3",), tensorstore_spec=_s3_spec)
-GCS = TierKind(config=GcsTier, open=_open, survives=_survives, schemes=("gs",), tensorstore_spec=_gcs_spec)
-AZURE = TierKind(config=AzureTier, open=_open, survives=_survives, schemes=("az",))
+S3 = TierKind(config=S3Tier, open=_open, survives=_survives, exists=_exists, schemes=("s3",), tensorstore_spec=_s3_spec)
+GCS = TierKind(
+    config=GcsTier, open=_open, survives=_survives, exists=_exists, schemes=("gs",), tensorstore_spec=_gcs_spec
+)
+AZURE = TierKind(config=AzureTier, open=_open, survives=_survives, exists=_exists, schemes=("az",))
 """TensorStore has no driver for Azure."""

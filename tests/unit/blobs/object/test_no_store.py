@@ -1,0 +1,41 @@
+"""A URL without a store: it is said so, and none is made there."""
+
+from __future__ import annotations
+
+import pytest
+from support.object_stores import BUCKET, CREDENTIALS, Place
+from support.proxy import Proxy, slow_down
+from typer.testing import CliRunner
+
+from tieredckpt.blobs.object.kind import S3
+from tieredckpt.blobs.object.probe import VERDICT
+from tieredckpt.cli.app import app
+from tieredckpt.config.object_tiers import S3Tier
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("command", [("ls",), ("collect",), ("evict", "1", "s3")])
+def test_a_command_at_a_url_without_a_store_says_so_and_makes_none(
+    command: tuple[str, ...], left: bool, s3_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where `doctor` has tried the endpoint before."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(f"AWS_{name.upper()}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_place.server)
+    if left:
+        s3_place.bucket._client.put_object(Bucket=BUCKET, Key=f"{s3_place.prefix}/{VERDICT}", Body=b"{}")
+    before = s3_place.bucket.sizes()
+    verb, *more = command
+    result = CliRunner().invoke(app, [verb, s3_place.url, *more])
+    assert result.exit_code == 1
+    assert "there is no store" in result.stderr
+    assert s3_place.bucket.sizes() == before
+
+
+def test_whether_a_store_exists_is_found_out_in_time(s3_place: Place, between: Proxy) -> None:
+    """A server that does not answer may have one; no thread goes on asking it."""
+    tier = S3Tier(name="s3", **s3_place.tier(between.url, deadline=1))
+    between.fail("LIST", slow_down, times=None)
+    assert S3.exists(tier)
+    between.heal()
+    assert not S3.exists(tier)
