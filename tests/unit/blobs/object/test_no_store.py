@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.object_stores import BUCKET, CREDENTIALS, Place
-from support.proxy import Proxy, slow_down
+from support.proxy import Proxy, internal_error, slow_down
 from typer.testing import CliRunner
 
 from tieredckpt.blobs.object.kind import S3
@@ -30,6 +30,20 @@ def test_a_command_at_a_url_without_a_store_says_so_and_makes_none(
     assert result.exit_code == 1
     assert "there is no store" in result.stderr
     assert s3_place.bucket.sizes() == before
+
+
+def test_requests_that_are_repeated_are_not_told_in_the_words_of_the_library_that_does_it(
+    s3_place: Place, between: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``stamina.retry_scheduled`` names neither tier nor cause; Python prints it where nothing handles warnings."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(f"AWS_{name.upper()}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
+    between.fail("GET", internal_error, key="tieredckpt.json", times=1)
+    s3_place.bucket._client.put_object(Bucket=BUCKET, Key=f"{s3_place.prefix}/tieredckpt.json", Body=b"{}")
+    CliRunner().invoke(app, ["ls", s3_place.url])
+    assert between.count["GET"] > 1
+    assert not [record for record in caplog.records if record.name == "stamina"]
 
 
 def test_whether_a_store_exists_is_found_out_in_time(s3_place: Place, between: Proxy) -> None:
