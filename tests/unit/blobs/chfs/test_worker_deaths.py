@@ -136,10 +136,11 @@ async def test_a_connection_that_hangs_ends_when_its_time_is_over(
     chfs: Any, stores: Callable[..., ChfsStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stores()
-    monkeypatch.setattr(store._connection, "within", 0.5)
     chfs.switch("hang.init = *")
-    with pytest.raises(TierUnavailable, match="had not connected"):
-        await store.connect()
+    with monkeypatch.context() as hasty:
+        hasty.setattr(store._connection, "within", 0.5)
+        with pytest.raises(TierUnavailable, match="had not connected"):
+            await store.connect()
     chfs.switch()
     await works(store)
 
