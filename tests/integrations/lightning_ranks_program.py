@@ -21,8 +21,9 @@ from tieredckpt.integrations.lightning import RandomState, TieredModelParallelSt
 
 
 class Module(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, groups: list[list[str]]) -> None:
         super().__init__()
+        self.groups = groups
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
 
     def configure_model(self) -> None:
@@ -33,7 +34,9 @@ class Module(pl.LightningModule):
         return self.net(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        named = dict(self.net.named_parameters())
+        groups = [{"params": [named[name] for name in group]} for group in self.groups]
+        return torch.optim.AdamW(groups, lr=1e-2)
 
 
 def digest_of(module: Any, optimizer: Any) -> str:
@@ -82,6 +85,7 @@ def train(arguments: dict[str, Any], size: int) -> dict[str, Any]:
         default_root_dir=folder,
     )
     data = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
-    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=4), ckpt_path="last")
+    module = Module(arguments.get("groups", [["0.weight", "0.bias", "2.weight", "2.bias"]]))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path="last")
     names = sorted(path.name for path in folder.iterdir())
     return {"loaded": getattr(told, "loaded", None), "ended": told.ended, "step": told.step, "names": names}

@@ -286,6 +286,25 @@ def test_sharded_checkpoints_are_loaded_by_another_number_of_ranks(
         assert any(key.startswith("optimizer_states/") for key in arrays)
 
 
+@pytest.mark.parametrize(
+    "live",
+    [
+        [["0.weight", "2.bias"], ["2.weight", "0.bias"]],
+        [["0.bias", "2.weight", "2.bias"], ["0.weight"]],
+        [["0.weight", "0.bias"], ["2.weight", "2.bias"], []],
+    ],
+)
+def test_an_optimizer_of_other_groups_than_the_saved_ones_is_refused(
+    start: Start, tmp_path: Path, shared_memory: Path, live: list[list[str]]
+) -> None:
+    """Promise 4: a group had the settings of another then."""
+    arguments: dict[str, Any] = {name: str(tmp_path / name) for name in ("disk", "named", "weights")}
+    arguments |= {"ram": str(shared_memory / "ram"), "groups": [["0.weight", "0.bias"], ["2.weight", "2.bias"]]}
+    ranks(start, 1, ranks_program.train, arguments | {"epochs": 1}, 1)[0].result()
+    with pytest.raises(AssertionError, match=r"'optimizer_states/0': its parameters are in other groups"):
+        ranks(start, 1, ranks_program.train, arguments | {"epochs": 2, "groups": live}, 1)[0].result()
+
+
 def test_weights_that_are_not_those_of_the_step_are_not_taken_for_them(tmp_path: Path, shared_memory: Path) -> None:
     """As of a callback that puts averaged weights in their place."""
     io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tieredckpt import CheckpointStore, Invalid, StoreConfig, SyncStore
 from tieredckpt.config import load
 from tieredckpt.integrations._hyperparameters import Hyperparameters
+from tieredckpt.integrations._optimizers import with_groups_of
 from tieredckpt.integrations.dcp import TieredReader
 from tieredckpt.integrations.named_steps import PATHS, NamedSteps, check_local, meant_by
 
@@ -99,8 +100,8 @@ class TieredCheckpointIO(CheckpointIO):
             return found
         steps = self._opened()
         meant = steps.there(path, meant)
-        names = steps.look_up(path, meant)
-        keys = None if meant.only is None else names
+        parts = steps.look_up(path, meant)
+        keys = None if meant.only is None else [*parts]
         restored = steps.store.restore(meant.step, keys=keys, as_="saved", resume=resume)
         assert restored is not None
         restored.tree.pop(PATHS, None)
@@ -181,18 +182,20 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         steps = self._opened()
         meant = self.broadcast(steps.there(path, meant) if self.is_global_zero else None)
         step = meant.step
-        names = steps.look_up(path, meant)
+        parts = steps.look_up(path, meant)
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
-        if self.optimizers and "optimizer_states" in names:
-            each = [get_optimizer_state_dict(self.model, optimizer) for optimizer in self.optimizers]
-            state["optimizer_states"] = each
+        grouped: list[dict[str, Any]] = []
+        if self.optimizers and parts.get("optimizer_states"):
+            live = [get_optimizer_state_dict(self.model, optimizer) for optimizer in self.optimizers]
+            state["optimizer_states"] = [{"state": each["state"]} for each in live]
+            grouped = _grouped(steps.store, step, [each["param_groups"] for each in live])
         strict = self.lightning_module.strict_loading
         planner = dcp.DefaultLoadPlanner(allow_partial_load=not strict)
         dcp.load(state, storage_reader=TieredReader(steps.store, step, resume=None), planner=planner)
         self.model.load_state_dict(state["state_dict"], strict=strict)
-        for optimizer, loaded in zip(self.optimizers, state.get("optimizer_states", ()), strict=False):
-            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded)
-        rest = [name for name in names if name not in ("state_dict", "optimizer_states", PATHS)]
+        for optimizer, loaded, groups in zip(self.optimizers, state.get("optimizer_states", ()), grouped, strict=False):
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded | groups)
+        rest = [name for name in parts if name not in ("state_dict", "optimizer_states", PATHS)]
         restored = steps.store.restore(step, keys=rest, as_="saved", resume=False)
         assert restored is not None
         tree: dict[str, Any] = restored.tree
@@ -292,6 +295,14 @@ def _step_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> int
     if not numbers:
         raise Invalid(f'{path}: which step is it? Have a "step" in the state, or a number in the name of the file')
     return int(numbers[-1])
+
+
+def _grouped(store: SyncStore, step: int, live: Sequence[Any]) -> list[dict[str, Any]]:
+    """The groups that a step has for each optimizer, in the order of the ``live`` ones; `Invalid` where they differ."""
+    restored = store.restore(step, keys=["optimizer_states/*/param_groups/**"], as_="saved", resume=False)
+    assert restored is not None
+    each = enumerate(zip(live, restored.tree["optimizer_states"], strict=False))
+    return [with_groups_of(f"optimizer_states/{number}", groups, stored) for number, (groups, stored) in each]
 
 
 def _placed(tree: dict[str, Any], device: Any) -> dict[str, Any]:

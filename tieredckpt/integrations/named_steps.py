@@ -200,8 +200,8 @@ class NamedSteps:
                     return meant._replace(step=info.step, serial=info.serial)
         return meant
 
-    def look_up(self, path: str | os.PathLike[str], meant: Meant) -> list[str]:
-        """The parts that ``path`` names of its step; a call of all ranks.
+    def look_up(self, path: str | os.PathLike[str], meant: Meant) -> dict[str, Any]:
+        """The parts that ``path`` names of its step, with specs in place of their arrays; a call of all ranks.
 
         Raises `NotFound` where the store has another save of that number, or none.
         """
@@ -215,7 +215,7 @@ class NamedSteps:
                 f'retention took it (set retain = "all"; Lightning removes what it does not need), or another '
                 f"program saved the step again"
             )
-        return [name for name in found.tree if meant.only is None or name in meant.only]
+        return {name: part for name, part in found.tree.items() if meant.only is None or name in meant.only}
 
     def remove(self, path: str | os.PathLike[str]) -> bool:
         """Forget ``path``, and delete its step, unless another path names it, as soon as the store permits it; False
