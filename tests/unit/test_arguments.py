@@ -12,7 +12,7 @@ import pytest
 from support.scenes import config, folder, ram
 
 from tieredckpt import CheckpointStore, SyncStore
-from tieredckpt.errors import Invalid
+from tieredckpt.errors import Invalid, NotFound
 
 
 @pytest.fixture
@@ -66,6 +66,12 @@ def test_a_tree_that_does_not_fit_is_called_as_the_caller_did_and_the_step_is_na
             store.restore(**{said: {"w": np.zeros(9)}})
         with pytest.raises(Invalid, match=f"^`{said}` does not fit step 7 .*: it is one float64.*, the step one dict"):
             store.restore(**{said: np.zeros(10)})
+
+
+def test_keys_that_choose_nothing_name_the_step(store: SyncStore) -> None:
+    store.save(7, {"weights": np.zeros(10)})
+    with pytest.raises(NotFound, match=r"step 7 \(serial 1\) has no leaf that matches 'weight'; near: 'weights'"):
+        store.restore(keys=["weight"])
 
 
 @pytest.mark.parametrize("name", [1, None, b"loss", ("loss",), "\ud800"], ids=ascii)

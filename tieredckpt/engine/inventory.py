@@ -167,7 +167,7 @@ class Inventory:
         state = self._state
         async with _source(state, step, serial, lossy) as source:
             found, index = source.step, source.index
-        structure = index.record.structure if keys is None else select(index.record.structure, keys)
+        structure = index.record.structure if keys is None else select(index.record.structure, keys, str(found))
         details = self.describe_index(found, index, structure)
         return replace(details, derived=await _derivations(state, found))
 

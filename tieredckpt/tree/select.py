@@ -28,7 +28,7 @@ __all__ = ["choose", "select", "without"]
 _COMPARED = 10_000
 
 
-def select(structure: Node, keys: Sequence[str]) -> Node:
+def select(structure: Node, keys: Sequence[str], step: str = "the step") -> Node:
     """``structure`` reduced to the leaves that ``keys`` choose, and the containers that hold them.
 
     Each of ``keys`` is a path, which chooses the leaf there or every leaf below, or a pattern over whole keys
@@ -38,7 +38,8 @@ def select(structure: Node, keys: Sequence[str]) -> Node:
     What is kept keeps its key: a list, tuple or deque that loses a child becomes a dict by index, and a tensor that
     loses one of those that it consists of a dict of the others.
 
-    Raises `NotFound`, with near misses, when one of ``keys`` chooses nothing, and `Invalid` for no ``keys``.
+    Raises `NotFound`, with ``step`` as the name of the step and near misses, when one of ``keys`` chooses nothing, and
+    `Invalid` for no ``keys``.
     """
     if isinstance(keys, str) or not keys:
         raise Invalid(f"keys={keys!r} chooses nothing: give a sequence of paths or patterns, or leave it out")
@@ -46,7 +47,7 @@ def select(structure: Node, keys: Sequence[str]) -> Node:
     kept: set[str] = set()
     for pattern, chosen in choose(keys, ends):
         if not chosen:
-            raise NotFound(f"no leaf matches {pattern!r}{_near_misses(pattern, ends)}")
+            raise NotFound(f"{step} has no leaf that matches {pattern!r}{_near_misses(pattern, ends)}")
         kept.update(chosen)
     if len(kept) == len(ends):
         return structure

@@ -336,7 +336,7 @@ def _fit(
         refill = flattener.refill(shape.into, structure)
         if refill is not None:
             return structure, refill, {}, _Fillable(_given(refill.leaves, streams), {}, streams)
-    wanted = structure if shape.keys is None else select(structure, shape.keys)
+    wanted = structure if shape.keys is None else select(structure, shape.keys, str(step))
     template = shape.like if shape.into is None else shape.into
     if template is None:
         nodes = tuple(array_nodes(wanted))
