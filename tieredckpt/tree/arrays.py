@@ -373,7 +373,8 @@ def _numpy_leaf(key: str, value: Any, family: _Family | None) -> ArrayLeaf | Non
     if family == "numpy-subclass":
         raise Invalid(
             f"leaf {key!r}: a {type(value).__name__} holds more than an array and would not come back; "
-            f"store what it holds as plain arrays (np.asarray)"
+            f"store what it holds as plain arrays, each under a key (np.asarray; of a masked array np.ma.getdata and "
+            f"np.ma.getmaskarray)"
         )
     dtype = checked_dtype(key, value.dtype, len(value.shape))
     if family in ("numpy", "device"):

@@ -140,10 +140,11 @@ def skeleton(
             if node is not None:
                 objects[path or LEAF_KEY] = value
                 return node
+            stateful = hasattr(type(value), "state_dict")  # as modules and optimizers of torch
             raise Invalid(
-                f"leaf {path or LEAF_KEY!r}: a {_type_name(value)} cannot be stored; keep it out of the "
-                f"tree, convert it to arrays and scalars, or register its type with optree "
-                f"(namespace={NAMESPACE!r})"
+                f"leaf {path or LEAF_KEY!r}: a {_type_name(value)} cannot be stored; "
+                f"{'give its state_dict(), ' if stateful else ''}keep it out of the tree, convert it to arrays and "
+                f"scalars, or register its type with optree (namespace={NAMESPACE!r})"
             )
         if any(frame.value is value for frame in frames):
             raise Invalid(f"{show_key(path)}: a {type(value).__name__} contains itself; break the cycle")

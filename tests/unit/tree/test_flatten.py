@@ -170,6 +170,17 @@ def test_an_unknown_object_is_refused_by_key_and_type(value: object, type_name: 
         flatten({"a": [value]})
 
 
+def test_what_has_a_state_of_its_own_is_refused_with_the_way_to_it() -> None:
+    """As a module or an optimizer of torch."""
+
+    class Stateful:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    with pytest.raises(Invalid, match=r"leaf 'model': a .*Stateful cannot be stored; give its state_dict\(\)"):
+        flatten({"model": Stateful()})
+
+
 @pytest.mark.parametrize(
     ("value", "word"),
     [
@@ -177,7 +188,7 @@ def test_an_unknown_object_is_refused_by_key_and_type(value: object, type_name: 
         (np.array(["x"]), "<U1"),
         (np.str_("x"), "<U1"),
         (np.zeros(2, [("a", "f4")]), "'a'"),
-        (np.ma.masked_array([1]), "MaskedArray"),
+        (np.ma.masked_array([1]), "np.ma.getmaskarray"),
         (np.zeros((1,) * 33), "33 dimensions"),
         ("\ud800", "surrogate"),
         ("ü" * (MAX_INLINE_BYTES // 2 + 1), "np.frombuffer"),
