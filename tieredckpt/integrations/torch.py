@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal, overload
 
@@ -29,8 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, Shard, SyncCheckpoint, SyncStore
-from tieredckpt.errors import Invalid, NotFound, TieredCkptError
+from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.integrations._copies import with_copies
+from tieredckpt.integrations._errors import naming, telling_of_parts
 from tieredckpt.integrations._module_state import load_module_state, module_state, module_targets
 from tieredckpt.integrations._optimizers import with_groups_of, without_steps
 from tieredckpt.integrations._rng import rng_state, set_rng_state
@@ -59,8 +59,8 @@ class TrainingState:
         parts: by name, such as ``model=`` and ``optimizer=``.
 
     Raises:
-        Invalid: a ``DataLoader`` that has no state, a name that is taken, or one of ``per_rank`` that cannot be; it is
-            named.
+        Invalid: a ``DataLoader`` that has no state, an optimizer of parameters that are not in one module, a name that
+            is taken, or one of ``per_rank`` that cannot be; it is named.
     """
 
     def __init__(self, *, rng: bool = True, per_rank: Sequence[str] = (), **parts: Any) -> None:
@@ -78,6 +78,8 @@ class TrainingState:
         self._rng = rng
         self._parts = parts
         self._of_rank = [name for name, part in parts.items() if isinstance(part, DataLoader) or name in per_rank]
+        for name in self._names(torch.optim.Optimizer):
+            self._owner(name)
 
     def __getitem__(self, name: str) -> Any:
         return self._parts[name]
@@ -162,7 +164,9 @@ class TrainingState:
         found = None
         try:
             while True:
-                found = store.restore(**work.send(found))
+                arguments = work.send(found)
+                with telling_of_parts(arguments):
+                    found = store.restore(**arguments)
         except StopIteration as done:
             return done.value
 
@@ -223,7 +227,7 @@ class TrainingState:
         """Targets in modules and optimizers; for optimizers only the state that the step has."""
         live = {}
         for name in self._names(torch.nn.Module):
-            with _naming(name, "tell its state"):
+            with naming(name, "tell its state"):
                 live[name] = module_targets(self._parts[name])
         for name in self._names(torch.optim.Optimizer):
             # What there is to be known of a group may change from one version, or one setting, to the next.
@@ -273,7 +277,7 @@ class TrainingState:
         part, stored = self._parts[name], self._stored(name)
         if not isinstance(part, torch.nn.Module):
             return stored
-        with _naming(name, "tell its state"):
+        with naming(name, "tell its state"):
             first = _first_ranks(part)
             return {
                 key: value if (rank := first.get(_storage(value))) is None else _of_first(value, rank)
@@ -282,7 +286,7 @@ class TrainingState:
 
     def _stored(self, name: str) -> Any:
         part = self._parts[name]
-        with _naming(name, "tell its state"):
+        with naming(name, "tell its state"):
             if isinstance(part, torch.nn.Module):
                 return module_state(part)
             if isinstance(part, torch.optim.Optimizer):
@@ -292,7 +296,7 @@ class TrainingState:
 
     def _load(self, name: str, stored: Any) -> None:
         part = self._parts[name]
-        with _naming(name, "load its state"):
+        with naming(name, "load its state"):
             if isinstance(part, torch.nn.Module):
                 load_module_state(name, part, stored)
             elif isinstance(part, torch.optim.Optimizer):
@@ -311,7 +315,9 @@ async def _restored(store: CheckpointStore, work: Generator[dict[str, Any], Any,
     found = None
     try:
         while True:
-            found = await store.restore(**work.send(found))
+            arguments = work.send(found)
+            with telling_of_parts(arguments):
+                found = await store.restore(**arguments)
     except StopIteration as done:
         number: int | None = done.value
         return number
@@ -366,16 +372,6 @@ def _grows(state: Any) -> bool:
 
 def _has_state(part: Any) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-
-
-@contextmanager
-def _naming(name: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except TieredCkptError:
-        raise
-    except Exception as error:
-        raise Invalid(f"part {name!r} could not {what}: {error}") from error
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
