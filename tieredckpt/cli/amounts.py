@@ -1,20 +1,27 @@
-"""Parse sizes and rates of the command line. A unit is required: ``nvme=2`` rarely means two bytes a second."""
+"""Parse sizes, rates and durations of the command line: errors name the option.
+
+A unit is required: ``nvme=2`` rarely means two bytes a second.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from tieredckpt.errors import Invalid
-from tieredckpt.units import parse_rate, parse_size
+from tieredckpt.units import parse_duration, parse_rate, parse_size
 
-__all__ = ["rate", "size"]
+__all__ = ["duration", "rate", "size"]
+
+T = TypeVar("T")
 
 
 def size(option: str, text: str) -> int:
     """Bytes of the value of an option. Raises `Invalid`, for a number without a unit as well."""
     if (number := _bare(text)) is not None:
         raise Invalid(f"{option}={text}: a size needs a unit; write '{number} GB', '{number} GiB' or '{number} B'")
-    return parse_size(text)
+    return _parsed(parse_size, option, text)
 
 
 def rate(option: str, text: str) -> int:
@@ -23,7 +30,19 @@ def rate(option: str, text: str) -> int:
         raise Invalid(
             f"{option}={text}: a speed needs a unit; write '{number} GB/s', '{number} GiB/s' or '{number} B/s'"
         )
-    return parse_rate(text)
+    return _parsed(parse_rate, option, text)
+
+
+def duration(option: str, text: str) -> float:
+    """Seconds of the value of an option. Raises `Invalid`."""
+    return _parsed(parse_duration, option, text)
+
+
+def _parsed(parse: Callable[[object], T], option: str, text: str) -> T:
+    try:
+        return parse(text)
+    except Invalid as error:
+        raise Invalid(f"{option}: {error}") from error
 
 
 def _bare(text: str) -> str | None:

@@ -21,7 +21,7 @@ from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import amounts
 from tieredckpt.cli.console import errors, output, print_json, print_table, printable
 from tieredckpt.cli.opening import Device, Json
-from tieredckpt.units import format_duration, format_rate, format_size, parse_duration
+from tieredckpt.units import format_duration, format_rate, format_size
 
 __all__ = ["bench_gpu"]
 
@@ -41,7 +41,7 @@ def bench_gpu(
 
     Needs PyTorch and a CUDA device; without one it says so, and exits with 1, as where a way of this library fails.
     """
-    begin, seconds = time.monotonic(), parse_duration(within)
+    begin, seconds = time.monotonic(), amounts.duration("--within", within)
     free = device_memory()
     installed, missing = cuda_peers() if peers else ([], {})
     with tempfile.TemporaryDirectory(prefix="tieredckpt-bench-", dir=folder) as name:

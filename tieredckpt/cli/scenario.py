@@ -17,7 +17,7 @@ from tieredckpt.errors import Invalid
 from tieredckpt.plan.assumed import DROPPED, MAGNITUDE, NODE_MTBF, SHARED_AT_MOST, SOURCE, STATE_OF_A_NODE, Assumption
 from tieredckpt.plan.codecs import gains
 from tieredckpt.plan.scenario import KINDS, Kind, Rung, Scenario, derived_rungs, doubts, rungs
-from tieredckpt.units import format_duration, format_rate, format_size, parse_duration
+from tieredckpt.units import format_duration, format_rate, format_size
 
 __all__ = [
     "Asked",
@@ -161,15 +161,17 @@ def scenario(
     asked = Scenario(
         config=config,
         state=nbytes,
-        step_seconds=parse_duration(step_time or "30 s"),
+        step_seconds=amounts.duration("--step-time", step_time or "30 s"),
         nodes=nodes,
         rungs=rungs(config, nbytes, nodes, writes, reads),
         derived=derived_rungs(config, nbytes, nodes, writes, reads, arrays),
         mtbf=_by_kind(between, failures),
-        restart=parse_duration(restart or "1 min"),
+        restart=amounts.duration("--restart", restart or "1 min"),
         changed=1.0 if changed is None else changed,
-        tier_mtbf={name: parse_duration(text) for name, text in _pairs(tier_mtbf, "TIER=DURATION")},
-        tier_repair=parse_duration(tier_repair),
+        tier_mtbf={
+            name: amounts.duration(f"--tier-mtbf {name}", text) for name, text in _pairs(tier_mtbf, "TIER=DURATION")
+        },
+        tier_repair=amounts.duration("--tier-repair", tier_repair),
     )
     found += [_speed(rung, nodes) for rung in (*asked.rungs, *asked.derived) if rung.assumed]
     return Asked(asked, found, doubts(config, nodes))
@@ -229,9 +231,9 @@ def _job_mtbf(mtbf: str | None, node_mtbf: str | None, nodes: int, found: list[A
     if mtbf is not None and node_mtbf is not None:
         raise Invalid("--mtbf is of the whole job and --node-mtbf of one node: give one of them")
     if mtbf is not None:
-        return parse_duration(mtbf)
+        return amounts.duration("--mtbf", mtbf)
     if node_mtbf is not None:
-        return parse_duration(node_mtbf) / nodes
+        return amounts.duration("--node-mtbf", node_mtbf) / nodes
     between = NODE_MTBF / nodes
     why = f"a node fails every {format_duration(NODE_MTBF)}, {SOURCE}"
     found.append(Assumption("a failure every", format_duration(between), why))

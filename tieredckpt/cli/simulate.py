@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tieredckpt._picture import check_picture
+from tieredckpt.cli import amounts
 from tieredckpt.cli.console import bar, output, print_json, print_table
 from tieredckpt.cli.opening import Json
 from tieredckpt.cli.scenario import (
@@ -27,7 +28,7 @@ from tieredckpt.cli.scenario import (
 )
 from tieredckpt.errors import Invalid
 from tieredckpt.plan.figures import Figures
-from tieredckpt.units import format_duration, format_size, parse_duration
+from tieredckpt.units import format_duration, format_size
 
 __all__ = ["simulate"]
 
@@ -90,7 +91,7 @@ def simulate(
         check_picture(picture)
     job = asked.scenario
     if interval is not None:
-        job = pictures.at_interval(job, parse_duration(interval))
+        job = pictures.at_interval(job, amounts.duration("--interval", interval))
     with bar(f"simulating {days:g} days", days * 86400) as progress:
         found = run(job, days * 86400, seed=seed, progress=progress)
     points = []

@@ -37,18 +37,26 @@ def find(text: str, use: Literal["read", "write"]) -> tuple[str, Format, Path]:
     scheme, separator, path = text.partition(":")
     if not separator or scheme not in formats():
         raise Invalid(
-            f"{text!r} names no format; write SCHEME:PATH with a SCHEME of {', '.join(formats())}, such as "
+            f"{text!r} names no format; write SCHEME:PATH with a SCHEME of {_schemes(use)}, such as "
             f"safetensors:{path or text}"
         )
     if not path:
         raise Invalid(f"{text!r} has no path; write {scheme}:PATH")
     refuse_url(path)
     found = format_named(scheme)
-    if found.read is None if use == "read" else not found.writes:
-        raise Invalid(f"{scheme} is not a format to {'import' if use == 'read' else 'export'}")
+    if not _has(found, use):
+        raise Invalid(f"{scheme} is not a format to {'import' if use == 'read' else 'export'}; take {_schemes(use)}")
     if use == "write":
         _check_suffix(scheme, found, path)
     return scheme, found, Path(path).expanduser()
+
+
+def _has(found: Format, use: Literal["read", "write"]) -> bool:
+    return found.writes if use == "write" else found.read is not None
+
+
+def _schemes(use: Literal["read", "write"]) -> str:
+    return ", ".join(scheme for scheme in formats() if _has(format_named(scheme), use))
 
 
 def _check_suffix(scheme: str, format_: Format, text: str) -> None:
