@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -157,15 +158,26 @@ def _meet(one: Path, other: Path) -> bool:
 def _keeps_nothing(store: StoreSettings) -> Iterator[Problem]:
     for index, tier in enumerate(store.tiers):
         try:
-            kept = [tier.retain.retains(view.tiers[index], view) for view in _samples(store, tier)]
+            views = list(_samples(store, tier))
+            answers = [tier.retain.retains(view.tiers[index], view) for view in views]
         except _FAILURES:
             continue  # reported as probable mistakes, for the sample may be what is wrong
-        if not any(kept):
-            text = (
-                f"`{tier.retain.kind}` keeps no step, not even one that was just saved; let it keep one, for example "
-                "with { kind = 'last_n', n = 1 }"
-            )
-            yield ("tiers", tier.name, "retain"), text
+        if why := _of_none(answers, views[0].serials_on(tier.name)):
+            yield ("tiers", tier.name, "retain"), f"`{tier.retain.kind}` keeps no step{why}"
+
+
+def _of_none(answers: Sequence[object], serials: AbstractSet[int]) -> str:
+    """Why no step stays with such ``answers`` of a retention; empty where one does."""
+    given: list[object] = []
+    for answer in answers:
+        if not isinstance(answer, AbstractSet | list | tuple):
+            return f": retains() gives a {type(answer).__name__}; give a frozenset of serials"
+        given += answer
+    if not given:
+        return ", not even one that was just saved; let it keep one, for example with { kind = 'last_n', n = 1 }"
+    if not any(each in serials for each in given):
+        return f": what retains() gives, such as {given[0]!r}, is the serial of none; give `serial`, and not `step`"
+    return ""
 
 
 def _fails(store: StoreSettings) -> Iterator[Problem]:
@@ -179,7 +191,10 @@ def _fails(store: StoreSettings) -> Iterator[Problem]:
 
 
 def _samples(store: StoreSettings, tier: TierConfig) -> Iterator[StoreView]:
-    """Tiers full of steps that were just saved, of all numbers that the retention may mean, with all metrics."""
+    """Tiers full of steps that were just saved, of all numbers that the retention may mean, with all metrics.
+
+    None of these numbers is a serial.
+    """
     meant = {*range(11), *_numbers_in(tier.retain.model_dump())}
     numbers = sorted({*meant, *(number + 1 for number in meant)})[:_SAMPLES_MAX]
     names = tuple(each.name for each in store.tiers)
@@ -190,7 +205,7 @@ def _samples(store: StoreSettings, tier: TierConfig) -> Iterator[StoreView]:
     for value in (0.0, 1e300, -1e300):
         steps = tuple(
             StepView(step=number, serial=serial, saved_at=0.0, age=0.0, nbytes=1, metrics=_Any(value), tiers=names)
-            for serial, number in enumerate(numbers, start=1)
+            for serial, number in enumerate(numbers, start=numbers[-1] + 1)
         )
         yield StoreView(now=0.0, steps=steps, tiers=tiers)
 

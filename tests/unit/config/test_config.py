@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tomllib
@@ -381,9 +382,25 @@ class Chosen(Retention):
         return frozenset(step.serial for step in store.line_on(tier.name) if step.step in self.steps)
 
 
+class Numbers(Retention):
+    kind: Literal["test_numbers"] = "test_numbers"
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        return frozenset(step.step for step in store.line_on(tier.name))
+
+
+class Endless(Retention):
+    kind: Literal["test_endless"] = "test_endless"
+
+    def retains(self, tier: TierView, store: StoreView) -> Any:
+        return itertools.count()
+
+
 @pytest.mark.parametrize(
     ("retain", "told"),
     [
+        (Numbers(), r"`test_numbers` keeps no step: what retains\(\) gives, such as \d+, is the serial of none"),
+        (Endless(), r"`test_endless` keeps no step: retains\(\) gives a count; give a frozenset of serials"),
         (KeepsNothing(), "`test_keeps_nothing` keeps no step, not even one that was just saved; let it keep one"),
         (Chosen(steps=()), "`test_chosen` keeps no step"),
     ],
