@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tieredckpt.engine.keeping.policies import is_due, leaving, leaving_for, waits_for_promotion
+from tieredckpt.engine.keeping.policies import is_due, is_wanted, leaving, leaving_for, waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Branch
@@ -118,7 +118,7 @@ class World(State):
         """Whether the schedule wants a save of the step trained just now, or ``later`` if nothing happens before."""
         self._ahead = later
         try:
-            return self.config.schedule.due(step, self.view(), self.observe(step))
+            return is_wanted(self.config.schedule, step, self.view(), self.observe(step))
         finally:
             self._ahead = 0.0
 

@@ -18,7 +18,7 @@ from tieredckpt.plan.cluster import Failure
 from tieredckpt.plan.scenario import Scenario, rungs
 from tieredckpt.plan.simulate import simulate
 from tieredckpt.policy import base
-from tieredckpt.policy.base import Promotion, Retention, StepView, StoreView, TierView
+from tieredckpt.policy.base import Observed, Promotion, Retention, Schedule, StepView, StoreView, TierView
 
 NBYTES = 256 << 10
 EVERY_3 = {"kind": "every_n_steps", "n": 3}
@@ -49,12 +49,20 @@ class Careless(Retention):
         return frozenset(step.serial for step in store.line_on(tier.name)[-2:-1])
 
 
+class Fails(Schedule):
+    kind: Literal["test_fails"] = "test_fails"
+
+    def due(self, step: int, store: StoreView, observed: Observed) -> bool:
+        raise ZeroDivisionError("a policy with a bug")
+
+
 @pytest.fixture(autouse=True)
 def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """These policies can be configured in the tests of this file alone."""
     monkeypatch.setattr(base, "_offered", dict(base._offered))
     base.register(ByFours)
     base.register(Careless)
+    base.register(Fails)
 
 
 def tree(seed: int) -> dict[str, Any]:
@@ -186,10 +194,11 @@ def tiers(memory: Path, disk: Path, which: str) -> dict[str, Any]:
 async def test_engine_and_simulator_do_the_same_step_by_step(
     shared_memory: Path, tmp_path: Path, which: str, when_full: str
 ) -> None:
+    schedules: dict[str, Any] = {"retention": {"kind": "every_n_steps", "n": 2}, "careless": "test_fails"}
     config = StoreConfig(
         name="traced",
         tiers=tiers(shared_memory, tmp_path, which),
-        schedule={"kind": "every_n_steps", "n": 2} if which == "retention" else "always",
+        schedule=schedules.get(which, "always"),
         chunk_size=NBYTES,  # in one piece, so that pages and checksums hardly add to it
         when_full=when_full,
     )

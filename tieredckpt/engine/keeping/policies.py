@@ -15,9 +15,18 @@ from tieredckpt._callbacks import Callback, is_failure
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
-from tieredckpt.policy.base import StoreView, TierView
+from tieredckpt.policy.base import Observed, Schedule, StoreView, TierView
 
-__all__ = ["any_due", "is_due", "leaving", "leaving_for", "save_is_due", "waits_for_promotion", "why_not_due"]
+__all__ = [
+    "any_due",
+    "is_due",
+    "is_wanted",
+    "leaving",
+    "leaving_for",
+    "save_is_due",
+    "waits_for_promotion",
+    "why_not_due",
+]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -154,13 +163,18 @@ def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[i
 
 def save_is_due(state: State, step: int, after: float | None = None) -> bool:
     """The schedule's answer now, or ``after`` seconds from now; if the schedule fails, the answer is to save."""
+    view, observed = state.view(), state.observe(step)
+    if after is not None:
+        last = None if observed.last_save_at is None else view.now - after
+        observed = replace(observed, started_at=view.now - after, last_save_at=last)
+    return is_wanted(state.config.schedule, step, view, observed)
+
+
+def is_wanted(schedule: Schedule, step: int, view: StoreView, observed: Observed) -> bool:
+    """The answer of a schedule; if it fails, to save."""
     try:
-        view, observed = state.view(), state.observe(step)
-        if after is not None:
-            last = None if observed.last_save_at is None else view.now - after
-            observed = replace(observed, started_at=view.now - after, last_save_at=last)
-        with Callback("schedule", state.config.schedule):
-            return bool(state.config.schedule.due(step, view, observed))
+        with Callback("schedule", schedule):
+            return bool(schedule.due(step, view, observed))
     except BaseException as error:
         if not is_failure(error):
             raise
