@@ -71,7 +71,7 @@ def _only_store(records: Sequence[StepRecord]) -> str | None:
 
 
 async def _newest_records(tier: Tier) -> list[StepRecord]:
-    """Records of the newest steps that can be read. Raises `TierUnavailable` where it is the tier that cannot be."""
+    """Records of the newest steps that can be read. Raises `TierUnavailable` where there are some and none can be."""
     found: list[StepId] = []
     async for info in tier.store.list(layout.STEPS):
         folder, _, name = info.key.rpartition("/")
@@ -87,9 +87,9 @@ async def _newest_records(tier: Tier) -> list[StepRecord]:
             await reads.note(error)
             continue
         except (Corrupt, NotFound):
-            pass
-        reads.answered += 1
-    reads.check()
+            continue
+    if reads.failed and not records:  # not to be taken for an empty tier
+        raise reads.failed[0]
     return records
 
 

@@ -81,6 +81,23 @@ async def test_the_other_steps_tell_whose_store_it_is_where_the_marker_does_not(
             await assert_restores(store, 2)
 
 
+async def test_a_tier_without_a_marker_whose_only_step_cannot_be_read_is_not_taken_for_an_empty_one(
+    settings: StoreConfig, saved: Path, faults: FaultyTiers
+) -> None:
+    """A marker of a store that was made up was written there, and RAM left alone as another's."""
+    async with CheckpointStore.open(settings) as store:
+        for step in await store.all_steps():
+            if step != 3:
+                await store.delete(step)
+    (saved / "tieredckpt.json").unlink()
+    with unreadable(faults, "steps/0000000003-*/manifest.ocdbt"):
+        with pytest.raises(TierUnavailable, match="cannot be read"):
+            await CheckpointStore.open(settings)
+    assert not (saved / "tieredckpt.json").exists()
+    async with CheckpointStore.open(settings) as store:
+        await assert_restores(store, 3)
+
+
 @pytest.mark.parametrize("file", ["manifest.ocdbt", "btree*"])
 async def test_a_file_that_cannot_be_read_costs_its_step_alone_until_it_can(
     settings: StoreConfig, saved: Path, faults: FaultyTiers, caplog: pytest.LogCaptureFixture, file: str
