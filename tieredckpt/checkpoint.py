@@ -83,7 +83,6 @@ class Checkpoint:
         """
         if self._lazy is not None:
             await self._lazy.captured()
-        await self._engine.captures.confirmed()  # a later one that streams past RAM keeps promotions waiting
         await self._loop.call(self._reached(tier))
 
     async def _reached(self, tier: str) -> None:
