@@ -10,8 +10,12 @@ from tieredckpt.blobs.wrap import Deadline, Retrying
 from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
 from tieredckpt.errors import Invalid, TierUnavailable
+from tieredckpt.format import layout
 
 __all__ = ["AZURE", "GCS", "S3"]
+
+_OF_A_STORE = (layout.MARKER, layout.STEPS, layout.PACKS)
+"""How keys begin that no store is without, unless it is empty; the steps tell whose it is where the marker is lost."""
 
 
 async def _open(tier: ObjectTier, *, read_only: bool = False) -> BlobStore:
@@ -46,19 +50,17 @@ async def _open(tier: ObjectTier, *, read_only: bool = False) -> BlobStore:
 
 
 def _exists(tier: ObjectTier) -> bool:
-    return asyncio.run(_holds_more_than_a_verdict(tier))
+    return asyncio.run(_holds_a_store(tier))
 
 
-async def _holds_more_than_a_verdict(tier: ObjectTier) -> bool:
+async def _holds_a_store(tier: ObjectTier) -> bool:
     try:
         store = Deadline(await _open(tier, read_only=True), tier.name, base=tier.deadline)
     except Invalid:
         return True  # opening it tells why not
-    from tieredckpt.blobs.object.probe import VERDICT
-
     try:
         page = await store.list_at_once("")
-        return page is None or any(info.key != VERDICT for info in page)
+        return page is None or any(info.key.startswith(_OF_A_STORE) for info in page)
     except TierUnavailable:
         return True  # who knows
     finally:

@@ -53,3 +53,12 @@ def test_whether_a_store_exists_is_found_out_in_time(s3_place: Place, between: P
     assert S3.exists(tier)
     between.heal()
     assert not S3.exists(tier)
+
+
+def test_what_lies_below_a_prefix_is_a_store_only_if_it_looks_like_one(s3_place: Place) -> None:
+    """The folder above many stores is none: looking there showed an empty one, and a collection made it."""
+    put, tier = s3_place.bucket._client.put_object, S3Tier(name="s3", **s3_place.tier())
+    put(Bucket=BUCKET, Key=f"{s3_place.prefix}/run-7/tieredckpt.json", Body=b"{}")
+    assert not S3.exists(tier)
+    put(Bucket=BUCKET, Key=f"{s3_place.prefix}/steps/0000000001-0000000001/manifest.ocdbt", Body=b"")
+    assert S3.exists(tier)
