@@ -122,8 +122,8 @@ class Branch:
 
         From any thread.
         """
-        last = next(reversed(tuple(self._pending.items())), None)
-        return last if last is not None and (not self.line or last[0].serial > self.line[-1][1]) else None
+        last, line = next(reversed(tuple(self._pending.items())), None), self.line
+        return last if last is not None and (not line or last[0].serial > line[-1][1]) else None
 
     def begin(self, step: StepId, continued: Continued) -> None:
         """Take a save for the newest of its branch until it is `committed` or `failed`."""
