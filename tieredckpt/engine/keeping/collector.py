@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tieredckpt.blobs.base import BlobInfo, Sweep
 from tieredckpt.concurrency import together
@@ -19,7 +20,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 
@@ -44,6 +45,14 @@ class Collected:
     """Other leftovers: index files and temporary files of writers that died."""
 
 
+class _Dense(NamedTuple):
+    """Packs that are not sparse, and get no sparser as long as none of some steps leaves."""
+
+    commits: frozenset[tuple[StepId, str]]
+    """The steps that refer to them, each with the key of its index."""
+    packs: frozenset[str]
+
+
 class Collector:
     """Evicts by policy and for room, and collects. Lives on the engine's loop."""
 
@@ -53,8 +62,8 @@ class Collector:
         """Takes the steps out, also those that somebody names."""
         self._strays: dict[str, dict[str, float]] = {}
         """By tier, the index files that no step is known to use, and since when (epoch seconds)."""
-        self._dense: dict[str, set[tuple[StepId, str]]] = {}
-        """By tier, the commits that there were when no pack was sparse: none is as long as no step leaves."""
+        self._dense: dict[str, _Dense] = {}
+        """By tier, what there was when no pack was sparse."""
 
     # -- by policy, and for room --------------------------------------------------------------------------
 
@@ -140,6 +149,7 @@ class Collector:
 
         Raises:
             TierUnavailable: of the tier; or another writer has committed a step there, and nothing was deleted.
+            NoSpace: a full device has no room for a lease.
         """
         await self.evictor.reclaim_unread(tier)
         if not self._state.collects(tier):
@@ -148,7 +158,13 @@ class Collector:
         async with tier.packs.guard:
             if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
-            await tier.confirm_lease()
+            try:
+                await tier.confirm_lease()
+            except NoSpace as error:
+                raise NoSpace(
+                    f"tier {tier.name!r}: nothing is collected there, for its device has no room for a lease; free a "
+                    f"few KiB there, and collect again ({error})"
+                ) from error
             await self._look_at_damaged(tier)
             await self._take_back(tier)
             listed: list[BlobInfo] = []
@@ -316,13 +332,12 @@ class Collector:
             return {}
         commits = {(step, held.btree_key) for step, held in tier.steps.held.items()}
         left = tier.steps.held.news(self) - tier.steps.held.keys()
-        dense = self._dense.pop(tier.name, None)
-        if dense is not None and dense <= commits and not left:  # thousands of indexes are not read again each time
-            self._dense[tier.name] = dense
-            return {}
+        before = self._dense.pop(tier.name, None)
+        if before is None or left or not before.commits <= commits:
+            before = _Dense(frozenset(), frozenset())
         live: dict[str, int] = {}
         seen: set[tuple[str, int]] = set()
-        for step in tuple(tier.steps.held):
+        for step, _ in commits - before.commits:  # thousands of indexes are not read again each time
             try:
                 index = await step_index.load(tier, step)
             except NotFound:
@@ -331,14 +346,14 @@ class Collector:
                 _quarantine(tier, step, error)
                 continue
             for extent in unique_extents(index.arrays).values():
-                if (extent.path, extent.offset) not in seen:
+                if extent.path not in before.packs and (extent.path, extent.offset) not in seen:
                     seen.add((extent.path, extent.offset))
                     live[extent.path] = live.get(extent.path, 0) + layout.aligned(extent.length)
             await asyncio.sleep(0)
         threshold = self._state.config.repack_below
         sparse = {key: nbytes for key, nbytes in live.items() if nbytes < threshold * tier.packs.sizes.get(key, 0)}
         if not sparse:
-            self._dense[tier.name] = commits
+            self._dense[tier.name] = _Dense(frozenset(commits), before.packs.union(live))
         return sparse
 
     async def users_of(self, tier: Tier, packs: set[str]) -> list[StepId]:

@@ -246,6 +246,9 @@ async def test_no_index_is_read_again_for_sparse_packs_before_a_step_has_left(
         await (await store.save(3, changed(2, keeps=9))).reached("disk")
         loaded.clear()
         await store.collect()
+        assert set(loaded) == {2, 3}
+        loaded.clear()
+        await store.collect()
         assert not loaded
         await store.evict(2, "disk")
         (collected,) = [each for each in await store.collect() if each.tier == "disk"]
@@ -253,6 +256,26 @@ async def test_no_index_is_read_again_for_sparse_packs_before_a_step_has_left(
         assert collected.packs == 1
         for step, tree in (1, state()), (3, changed(2, keeps=9)):
             await assert_restores(store, step, tree)
+
+
+async def test_a_pack_of_no_step_of_which_a_later_one_uses_little_is_sparse(place: Place, faults: FaultyTiers) -> None:
+    """No step has left since the last collection, and the pack was there before."""
+    async with opened(place, folder(place.disk, retain="all")) as store:
+        heard = Heard(store)
+        await (await store.save(1, state())).reached("disk")
+        faults["disk"].fail("put", NoSpace("full"), key="steps/*", times=None)
+        with pytest.raises(NoSpace):
+            await (await store.save(2, changed(2))).reached("disk")
+        await store.delete(2, force=True)
+        faults["disk"].clear()
+        await heard.first(TierRecovered)
+        await store.collect()
+        before = pack_bytes(place.disk)
+        await (await store.save(3, changed(2, keeps=9))).reached("disk")
+        assert pack_bytes(place.disk) < before + CHUNK  # it has taken the chunk that was there
+        await store.collect()
+        assert pack_bytes(place.disk) < before - 8 * CHUNK
+        await assert_restores(store, 3, changed(2, keeps=9))
 
 
 async def test_what_was_freed_is_told_less_what_was_written_anew(place: Place, disk: dict[str, Any]) -> None:
