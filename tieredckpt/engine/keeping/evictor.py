@@ -16,7 +16,7 @@ from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepEvicted
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
@@ -59,8 +59,7 @@ class Evictor:
                 with suppress(TieredCkptError):  # an unreadable index names no packs
                     for key in await step_index.packs(tier, step):
                         tier.packs.orphans.pop(key, None)  # known to have been used: no grace needed
-                await commit_file.retract(tier, step)
-                await self._take_lease(tier)
+                await self._retract(step, tier)
         finally:
             tier.steps.leaving.discard(step)
             if not tier.steps.keeps(step):  # also where a cancellation came too late
@@ -68,12 +67,20 @@ class Evictor:
             elif step in tier.steps.damaged:
                 self._state.changed.notify()  # wakes the task that checks whether it is gone
 
-    async def _take_lease(self, tier: Tier) -> None:
-        """Take the lease for which a full device had no room before a step left it."""
-        if tier.lease is not None and not tier.lease.was_taken:
-            await tier.lease.renew()
-            # Else what the tier holds is read again, and then the packs of the step may be anybody's.
-            tier.lease.taken_over = not await is_unchanged(tier)
+    async def _retract(self, step: StepId, tier: Tier) -> None:
+        """Retract a step, also where a full device has no room for a lease, which is then taken in its place."""
+        lacks_lease = tier.lacks_lease
+        if lacks_lease and not await is_unchanged(tier):
+            raise TierUnavailable(
+                f"tier {tier.name!r} at {tier.store.location}: the device has no room for a lease, and another writer "
+                f"has been there; open the store again to read what the tier holds now"
+            )
+        await commit_file.retract(tier, step)
+        if lacks_lease and tier.lease is not None:
+            with suppress(NoSpace):  # others may have filled what the step took
+                await tier.lease.renew()
+                # Else what the tier holds is read again, and then the packs of the step may be anybody's.
+                tier.lease.taken_over = not await is_unchanged(tier)
 
     async def try_evict(self, step: StepId, tier: Tier) -> bool:
         """`evict` a step that is held, where nothing forbids it; whether it was done."""

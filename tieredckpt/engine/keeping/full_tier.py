@@ -114,7 +114,7 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
     if not state.collects(tier):
         return False
     on_device = fits(tier, need)  # else its capacity is full, which counts what leaves
-    if on_device:
+    if on_device or tier.lacks_lease:
         tier.health.lacked = max(tier.health.lacked, need)
         if _is_in_vain(tier):
             return False
@@ -129,10 +129,14 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
     retained = set(going).difference(leaving(state, tier))
     before = tier.used
     for older in going:
+        nbytes = await collector.freed_by([older], tier)
         if await collector.evictor.try_evict(older, tier):
             if older in retained:
                 _tell(state, older, tier)
-            await collector.collect(tier, orphans=False)
+            try:
+                await collector.collect(tier, orphans=False)
+            except NoSpace:  # not even for the lease without which no pack is deleted
+                tier.health.freed += nbytes
             if on_device:
                 tier.health.freed += max(0, before - tier.used)
             return True

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tieredckpt.blobs.base import BlobInfo, BlobStore
+from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Pace, Paced, Retrying
 from tieredckpt.concurrency import whole
@@ -153,6 +154,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         await scan_tier(tier, marker.store if marker is not None and not damaged else None, listed)
         if state.membership.size > 1 and not tier.shared:
             tier.steps.set_apart()
+        tier.packs.encoding = CODECS[tier.config.codec]
         if known is not None and writes and (lacks_marker or known.format_version < tier.format_version):
             known = known.at_version(tier.format_version)
             try:  # before the first compressed chunk; earlier versions refuse it
@@ -160,7 +162,8 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
             except NoSpace as error:
                 if marker is None:  # an empty tier, which is not to be noted as seen
                     raise
-                full = error  # the marker there is another one, so the tier is opened again before it is written to
+                full = error  # the marker there is another one, so the tier is opened again
+                tier.packs.encoding = CODECS["none"]  # till then
         tier.marker = known
     state.changed.notify()  # who waits for a step may find it now
     if ram is not None:

@@ -219,12 +219,15 @@ class Lease:
 
     async def _age(self, info: BlobInfo) -> float:
         """Seconds since another lease was written, by the clock of a store that has one; of one that stamps by the
-        clocks of its clients, by those of two hosts.
+        clocks of its clients, or is full, by those of two hosts.
         """
         try:
             mine = await self.store.stat(self._key)
         except NotFound:
-            await self.store.put(self._key, [b""])  # what is torn holds nothing yet
+            try:
+                await self.store.put(self._key, [b""])  # what is torn holds nothing yet
+            except NoSpace:
+                return time.time() - info.modified
             mine = await self.store.stat(self._key)
         return mine.modified - info.modified
 

@@ -140,6 +140,11 @@ class Tier:
             await self.lease.confirm(deleting=deleting)
 
     @property
+    def lacks_lease(self) -> bool:
+        """Whether a full device had no room for the lease, without which steps may leave, but no packs."""
+        return self.lease is not None and not self.lease.was_taken
+
+    @property
     def derived(self) -> bool:
         """Whether it holds derived steps alone, and no exact one; such a tier is not among `State.tiers`."""
         return bool(self.config.lossy)

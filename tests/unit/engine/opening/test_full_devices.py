@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.scenes import SOON, Heard, assert_same, config, folder, leases, ram, tree
@@ -18,7 +22,7 @@ from tieredckpt.blobs.posix import store as posix
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.tier import lease
 from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
-from tieredckpt.events import TierRecovered
+from tieredckpt.events import TierFailed, TierRecovered
 
 
 @pytest.fixture
@@ -29,6 +33,14 @@ def disk(tmp_path: Path) -> Path:
 @pytest.fixture
 def two_tiers(shared_memory: Path, disk: Path) -> StoreConfig:
     return config({"ram": ram(shared_memory), "disk": folder(disk, retain="all")})
+
+
+COMPRESSIBLE = 256 << 10
+"""Bytes of `compressible`."""
+
+
+def compressible(seed: int) -> dict[str, Any]:
+    return {"w": np.arange(COMPRESSIBLE // 8) + seed}
 
 
 def manifests(disk: Path) -> int:
@@ -136,16 +148,33 @@ async def test_one_older_step_leaves_a_full_device_for_a_newer_one(
         assert set(await store.all_steps()) == {2, 3, 4}
 
 
-async def test_nothing_is_collected_where_another_writer_has_been_before_there_was_room_for_a_lease(disk: Path) -> None:
+@pytest.mark.parametrize("before", [True, False], ids=["before", "meanwhile"])
+async def test_nothing_is_collected_where_another_writer_has_been_before_there_was_room_for_a_lease(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
     settings = config({"disk": folder(disk, retain="all")})
     await filled(settings)
+    delete = posix.PosixStore.delete
+
+    def another_writes() -> None:
+        another = disk / "packs" / "00" / f"{'0' * 32}.pack"
+        another.parent.mkdir(exist_ok=True)
+        another.write_bytes(b"of another writer")
+
+    async def delete_beside_another(store: posix.PosixStore, key: str) -> None:
+        await delete(store, key)
+        another_writes()
+
     with no_room_on(disk, steps=3):
         async with CheckpointStore.open(settings) as store:
-            another = disk / "packs" / "00" / f"{'0' * 32}.pack"
-            another.parent.mkdir(exist_ok=True)
-            another.write_bytes(b"of another writer")
-            with pytest.raises(TierUnavailable, match="another one has been there, or may have been"):
+            if before:
+                another_writes()
+            else:
+                monkeypatch.setattr(posix.PosixStore, "delete", delete_beside_another)
+            with pytest.raises(TierUnavailable, match=r"another (one|writer) has been there"):
                 await store.evict(1, "disk")
+            monkeypatch.undo()
+    assert manifests(disk) == (3 if before else 2)
     assert len([*disk.glob("packs/*/*.pack")]) == 4
 
 
@@ -196,6 +225,75 @@ async def test_an_empty_device_that_is_full_counts_as_never_seen(shared_memory: 
     with no_room_on(disk):
         async with CheckpointStore.open(settings) as store:
             await store.save(1, tree(1))
+    async with CheckpointStore.open(settings) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+
+
+async def test_nothing_is_compressed_before_a_full_device_has_the_marker_that_says_so(
+    disk: Path, shared_memory: Path
+) -> None:
+    """An earlier version would take the tier for one that it can read."""
+    ram_of_test = ram(shared_memory)
+    await filled(config({"ram": ram_of_test, "disk": folder(disk, retain="all")}))
+    with no_room_on(disk, steps=3):
+        compressing = config({"ram": ram_of_test, "disk": folder(disk, retain="all", codec="small")})
+        async with CheckpointStore.open(compressing) as store:
+            await store.save(4, compressible(4))
+            await store.evict(1, "disk")
+            await store.promote(4, "disk")
+            pack = max(disk.glob("packs/*/*.pack"), key=lambda path: path.stat().st_mtime_ns)
+            version = json.loads((disk / "tieredckpt.json").read_text())["format_version"]
+            assert version == (1 if pack.stat().st_size > COMPRESSIBLE else 2)
+
+
+@pytest.mark.parametrize("foreign", [False, True], ids=["this machine", "another"])
+async def test_a_step_leaves_a_device_full_to_the_last_byte_whose_last_writer_died(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool
+) -> None:
+    """As of a job that was queued again, on another node: its age was asked of a file that had no room."""
+    settings = config({"disk": folder(disk, retain="all")}, lease_ttl=1.0)
+    await filled(settings)
+    holder = lease.holder_of(os.getpid(), time.time() - 60)
+    machine = "elsewhere" if foreign else holder.machine
+    dead = msgspec.structs.replace(holder, machine=machine, process_started="long ago", renewed_at=time.time() - 60)
+    left = disk / "leases" / ("0" * 16)
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(msgspec.json.encode(dead))
+    os.utime(left, (time.time() - 60,) * 2)
+    with no_room_on(disk, steps=3):
+        async with CheckpointStore.open(settings) as store:
+            await store.evict(1, "disk")
+    assert manifests(disk) == 2
+
+
+async def test_the_history_stays_on_a_device_that_others_fill_as_soon_as_a_step_leaves_it(
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+) -> None:
+    """Each eviction counts, also where there is no room for the lease without which no pack is deleted."""
+    async with CheckpointStore.open(two_tiers) as store:
+        for step in range(1, 11):
+            await (await store.save(step, tree(step))).reached("disk")
+    with no_room_on(disk):
+        async with CheckpointStore.open(two_tiers) as store:
+            heard = Heard(store)
+            await store.save(11, tree(11))
+            await heard.first(TierFailed, lambda _: len(heard.of(TierFailed)) >= 10)
+            assert manifests(disk) >= 7
+
+
+async def test_of_two_writers_without_leases_none_deletes_what_the_other_has_left(disk: Path) -> None:
+    """Promise 6: what the one knew of as newer had left."""
+    settings = config({"disk": folder(disk, retain="all")})
+    await filled(settings)
+    with no_room_on(disk):
+        async with CheckpointStore.open(settings) as one, CheckpointStore.open(settings) as other:
+            for step in 3, 2:
+                with pytest.raises(NoSpace, match="nothing is collected there, for its device has no room for a lease"):
+                    await one.delete(step, force=True)
+            with pytest.raises(TierUnavailable, match="another writer has been there"):
+                await other.evict(1, "disk")
     async with CheckpointStore.open(settings) as store:
         restored = await store.restore()
         assert restored is not None
