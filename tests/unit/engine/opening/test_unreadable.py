@@ -90,9 +90,9 @@ async def test_a_tier_without_a_marker_whose_only_step_cannot_be_read_is_not_tak
             if step != 3:
                 await store.delete(step)
     (saved / "tieredckpt.json").unlink()
-    with unreadable(faults, "steps/0000000003-*/manifest.ocdbt"):
-        with pytest.raises(TierUnavailable, match="cannot be read"):
-            await CheckpointStore.open(settings)
+    manifest = "steps/0000000003-*/manifest.ocdbt"
+    with unreadable(faults, manifest), pytest.raises(TierUnavailable, match="cannot be read"):
+        await CheckpointStore.open(settings)
     assert not (saved / "tieredckpt.json").exists()
     async with CheckpointStore.open(settings) as store:
         await assert_restores(store, 3)
