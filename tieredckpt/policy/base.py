@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import logging
 import operator
 import sys
@@ -224,6 +225,7 @@ def parse(base: type[P], data: object) -> P:
 
 def _choose(base: type[P], data: object) -> P:
     if isinstance(data, base):
+        _answers_at_once(type(data))
         return data
     if isinstance(data, Policy):
         raise refusal([((), f"`{data.kind}` answers {data.question}, not {base.question}")])
@@ -266,7 +268,15 @@ def _check(policy: object) -> type[Policy]:
     question = next(base for base in QUESTIONS if issubclass(policy, base))
     if getattr(policy, policy.answer) is getattr(question, policy.answer):
         raise Invalid(f"{path_of(policy)} does not define {policy.answer}()")
+    _answers_at_once(policy)
     return policy
+
+
+def _answers_at_once(policy: type[Policy]) -> None:
+    if inspect.iscoroutinefunction(getattr(policy, policy.answer)):  # every coroutine is true, and so always a yes
+        raise Invalid(
+            f"{path_of(policy)}: define {policy.answer}() with `def`, not `async def`: a coroutine is no answer"
+        )
 
 
 def _kinds(base: type[Policy]) -> list[str]:

@@ -264,6 +264,23 @@ def test_an_incomplete_policy_is_not_registered() -> None:
         register(Silent)
 
 
+class Asynchronous(Promotion):
+    kind: Literal["asynchronous"] = "asynchronous"
+
+    async def promotes(self, step: StepView, tier: TierView, store: StoreView) -> Any:
+        return False
+
+
+def test_a_policy_that_answers_a_coroutine_is_refused() -> None:
+    told = r"define promotes\(\) with `def`, not `async def`: a coroutine is no answer"
+    with pytest.raises(Invalid, match=told):
+        register(Asynchronous)
+    with pytest.raises(Invalid, match=told):
+        parse(Promotion, Asynchronous())
+    with pytest.raises(Invalid, match=rf"^Both.first: .*{told}"):
+        Both(first=Asynchronous(), second=Milestones(steps=(1,)))
+
+
 def test_a_policy_that_nests_without_end_is_refused() -> None:
     register(Both)
     register(Milestones)
