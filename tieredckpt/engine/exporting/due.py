@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from tieredckpt._callbacks import Callback, is_failure
 from tieredckpt.config.exports import ExportConfig
 from tieredckpt.engine.exporting.places import Record
+from tieredckpt.engine.keeping.policies import retained
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.views import numbers
 from tieredckpt.format.manifest import StepId
@@ -110,12 +110,8 @@ def leaving(state: State, export: ExportConfig, there: Mapping[int, Record]) -> 
     return [record for record in there.values() if record.serial not in kept]
 
 
-def _kept(export: ExportConfig, tier: TierView, view: StoreView) -> AbstractSet[int]:
-    with Callback(f"export {export.name!r}: the policy `keep`", export.keep):
-        kept = export.keep.retains(tier, view)
-    if not isinstance(kept, AbstractSet | list | tuple):
-        raise TypeError(f"{export.keep.kind}: retains() gave a {type(kept).__name__}, not a frozenset")
-    return frozenset(kept)
+def _kept(export: ExportConfig, tier: TierView, view: StoreView) -> frozenset[int]:
+    return retained(f"export {export.name!r}: the policy `keep`", export.keep, tier, view)
 
 
 def _view(state: State, export: ExportConfig, there: Mapping[int, Record]) -> StoreView:

@@ -15,7 +15,7 @@ from tieredckpt._callbacks import Callback, is_failure
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
-from tieredckpt.policy.base import Observed, Schedule, StoreView, TierView
+from tieredckpt.policy.base import Observed, Retention, Schedule, StoreView, TierView
 
 __all__ = [
     "any_due",
@@ -23,6 +23,7 @@ __all__ = [
     "is_wanted",
     "leaving",
     "leaving_for",
+    "retained",
     "save_is_due",
     "waits_for_promotion",
     "why_not_due",
@@ -123,10 +124,10 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
     view = state.view()
     tier_view = state.tier_view(tier)
     try:
-        retained = _retained(tier, tier_view, view)
-        if not view.serials_on(tier.name) - retained:
+        staying = _retained(tier, tier_view, view)
+        if not view.serials_on(tier.name) - staying:
             return []
-        found = {step.serial: step for step in view.on(tier.name) if step.serial not in retained}
+        found = {step.serial: step for step in view.on(tier.name) if step.serial not in staying}
         with Callback(f"tier {tier.name!r}: eviction policy", tier.config.evict):
             proposed = tier.config.evict.order(tuple(found.values()), tier_view, view)
         if not isinstance(proposed, (list, tuple)):
@@ -154,11 +155,19 @@ def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
 
 
 def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[int]:
-    with Callback(f"tier {tier.name!r}: retention policy", tier.config.retain):
-        retained = tier.config.retain.retains(tier_view, view)
-    if not isinstance(retained, (AbstractSet, list, tuple)):
-        raise TypeError(f"{tier.config.retain.kind}: retains() gave a {type(retained).__name__}, not a frozenset")
-    return frozenset(retained)
+    return retained(f"tier {tier.name!r}: retention policy", tier.config.retain, tier_view, view)
+
+
+def retained(what: str, policy: Retention, tier: TierView, view: StoreView) -> frozenset[int]:
+    """The answer of a retention. Raises `TypeError` for what is no answer, as none of whose members is a serial."""
+    with Callback(what, policy):
+        given = policy.retains(tier, view)
+    if not isinstance(given, (AbstractSet, list, tuple)):
+        raise TypeError(f"{policy.kind}: retains() gave a {type(given).__name__}, not a frozenset")
+    answer = frozenset(given)
+    if answer and all(answer.isdisjoint(view.serials_on(each.name)) for each in view.tiers):
+        raise TypeError(f"{policy.kind}: what retains() gave, such as {next(iter(answer))!r}, is the serial of no step")
+    return answer
 
 
 def save_is_due(state: State, step: int, after: float | None = None) -> bool:

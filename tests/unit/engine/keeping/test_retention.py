@@ -19,7 +19,7 @@ from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.events import SaveFailed, StepEvicted, StepPromoted, StepSaved
 from tieredckpt.format.manifest import StepId
 from tieredckpt.policy import base
-from tieredckpt.policy.base import Observed, Promotion, Schedule, StepView, StoreView, TierView
+from tieredckpt.policy.base import Observed, Promotion, Retention, Schedule, StepView, StoreView, TierView
 
 
 class ByTheClock(Promotion):
@@ -29,6 +29,17 @@ class ByTheClock(Promotion):
 
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
         return int(store.now * 1e6) % 2 == 0
+
+
+class SerialsAtFirst(Retention):
+    """Serials of few steps, of many their numbers: a mistake that no sample shows."""
+
+    kind: Literal["test_serials_at_first"] = "test_serials_at_first"
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        steps = store.line_on(tier.name)
+        large = any(step.nbytes > 1 for step in steps)
+        return frozenset(step.step if large else step.serial for step in steps)
 
 
 class Raises(Schedule):
@@ -44,6 +55,7 @@ def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_offered", dict(base._offered))
     base.register(ByTheClock)
     base.register(Raises)
+    base.register(SerialsAtFirst)
 
 
 def on(tier: str, infos: Any) -> list[int]:
@@ -66,6 +78,19 @@ async def test_each_tier_keeps_what_its_own_policy_retains(shared_memory: Path, 
         assert on("ram", steps) == [6, 7, 8, 9]  # all that fit: memory that is there costs nothing
         assert on("disk", steps) == [7, 8, 9]
         assert on("far", steps) == [0, 4, 8, 9]  # the newest stays, whatever the policy says
+
+
+async def test_serials_of_no_step_are_no_answer_and_every_step_stays(
+    shared_memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path, retain={"kind": "test_serials_at_first"})})
+    async with CheckpointStore.open(settings) as store:
+        for step in (100, 200, 300):
+            await (await store.save(step, tree(step))).reached("disk")
+        await store.flush()
+        assert on("disk", await store.steps()) == [100, 200, 300]
+    assert "a policy of tier 'disk' failed; nothing is evicted from it" in caplog.text
+    assert "what retains() gave, such as 100, is the serial of no step" in caplog.text
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the same process", "the next process"])
