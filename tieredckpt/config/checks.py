@@ -10,8 +10,8 @@ from typing import Any
 
 from tieredckpt.config.kinds import kind_of
 from tieredckpt.config.store_settings import StoreSettings
-from tieredckpt.config.tiers import TierConfig, normal
-from tieredckpt.policy.base import StepView, StoreView, TierView
+from tieredckpt.config.tiers import normal
+from tieredckpt.policy.base import Retention, StepView, StoreView, TierView
 from tieredckpt.settings import Place, Problem
 from tieredckpt.units import format_size
 
@@ -156,14 +156,14 @@ def _meet(one: Path, other: Path) -> bool:
 
 
 def _keeps_nothing(store: StoreSettings) -> Iterator[Problem]:
-    for index, tier in enumerate(store.tiers):
+    for at, retain, tiers, asked in _retentions(store):
         try:
-            views = list(_samples(store, tier))
-            answers = [tier.retain.retains(view.tiers[index], view) for view in views]
+            views = list(_samples(retain, tiers))
+            answers = [retain.retains(asked, view) for view in views]
         except _FAILURES:
             continue  # reported as probable mistakes, for the sample may be what is wrong
-        if why := _of_none(answers, views[0].serials_on(tier.name)):
-            yield ("tiers", tier.name, "retain"), f"`{tier.retain.kind}` keeps no step{why}"
+        if why := _of_none(answers, views[0].serials_on(asked.name)):
+            yield at, f"`{retain.kind}` keeps no step{why}"
 
 
 def _of_none(answers: Sequence[object], serials: AbstractSet[int]) -> str:
@@ -181,27 +181,36 @@ def _of_none(answers: Sequence[object], serials: AbstractSet[int]) -> str:
 
 
 def _fails(store: StoreSettings) -> Iterator[Problem]:
-    for index, tier in enumerate(store.tiers):
+    for at, retain, tiers, asked in _retentions(store):
         try:
-            for view in _samples(store, tier):
-                tier.retain.retains(view.tiers[index], view)
+            for view in _samples(retain, tiers):
+                retain.retains(asked, view)
         except _FAILURES as error:
-            text = f"`{tier.retain.kind}` fails on a sample of steps ({type(error).__name__}: {error})"
-            yield ("tiers", tier.name, "retain"), f"{text}; what it fails on stays"
+            text = f"`{retain.kind}` fails on a sample of steps ({type(error).__name__}: {error})"
+            yield at, f"{text}; {'what it fails on stays' if at[0] == 'tiers' else 'nothing is exported then'}"
 
 
-def _samples(store: StoreSettings, tier: TierConfig) -> Iterator[StoreView]:
-    """Tiers full of steps that were just saved, of all numbers that the retention may mean, with all metrics.
-
-    None of these numbers is a serial.
-    """
-    meant = {*range(11), *_numbers_in(tier.retain.model_dump())}
-    numbers = sorted({*meant, *(number + 1 for number in meant)})[:_SAMPLES_MAX]
-    names = tuple(each.name for each in store.tiers)
+def _retentions(store: StoreSettings) -> Iterator[tuple[Place, Retention, tuple[TierView, ...], TierView]]:
+    """Every retention with its place, all tiers as it sees them, and the one that it is asked about."""
     tiers = tuple(
         TierView(each.name, index, each.survives or "process", None, 0, None, healthy=True)
         for index, each in enumerate(store.tiers)
     )
+    for config, tier in zip(store.tiers, tiers, strict=True):
+        yield ("tiers", config.name, "retain"), config.retain, tiers, tier
+    for export in store.exports:
+        slowest = TierView(f"exports.{export.name}", len(tiers), "node", None, 0, None, healthy=True)
+        yield ("exports", export.name, "keep"), export.keep, (*tiers, slowest), slowest
+
+
+def _samples(retain: Retention, tiers: tuple[TierView, ...]) -> Iterator[StoreView]:
+    """Tiers full of steps that were just saved, of all numbers that the retention may mean, with all metrics.
+
+    None of these numbers is a serial.
+    """
+    meant = {*range(11), *_numbers_in(retain.model_dump())}
+    numbers = sorted({*meant, *(number + 1 for number in meant)})[:_SAMPLES_MAX]
+    names = tuple(each.name for each in tiers)
     for value in (0.0, 1e300, -1e300):
         steps = tuple(
             StepView(step=number, serial=serial, saved_at=0.0, age=0.0, nbytes=1, metrics=_Any(value), tiers=names)
