@@ -15,7 +15,7 @@ from tieredckpt.engine.inventory import StepInfo, TierInfo
 from tieredckpt.units import format_size
 
 Ram = Annotated[
-    bool, typer.Option("--ram", help="List instead what RAM your stores have on this machine, and whose it is.")
+    bool, typer.Option("--ram", help="List instead what RAM STORE has on this machine; without it, all your stores.")
 ]
 
 __all__ = ["ls", "print_steps", "print_tiers", "state_of", "tiers_of"]

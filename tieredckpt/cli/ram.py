@@ -12,13 +12,14 @@ import typer
 
 from tieredckpt.blobs.ram.find import FoundRam, find_ram
 from tieredckpt.blobs.ram.folder import locked, ram_root, remove
+from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import output, print_json, print_table, printable, waiting, when
 from tieredckpt.cli.opening import Json, StorePath
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.agent.process import lives
 from tieredckpt.engine.opening.change_identity import adopt as adopt_ram
 from tieredckpt.engine.opening.change_identity import fork as fork_store
-from tieredckpt.engine.opening.ram import judged_within
+from tieredckpt.engine.opening.ram import judged_within, ram_of
 from tieredckpt.errors import Conflict, NotFound
 from tieredckpt.format.manifest import StepId
 from tieredckpt.units import format_size
@@ -46,8 +47,12 @@ Root = Annotated[
 
 def found_ram(root: Path | None) -> dict[str, list[FoundRam]]:
     """The RAM folders of this user on this machine, by UUID of the store."""
+    return _by_store(asyncio.run(_found(root)))
+
+
+def _by_store(found: Sequence[FoundRam]) -> dict[str, list[FoundRam]]:
     stores: dict[str, list[FoundRam]] = {}
-    for each in asyncio.run(_found(root)):
+    for each in found:
         stores.setdefault(each.store, []).append(each)
     return stores
 
@@ -58,14 +63,13 @@ async def _found(root: Path | None) -> list[FoundRam]:
 
 
 def print_ram(store: str | None, *, as_json: bool) -> None:
-    """List the RAM of all stores of this user on this machine, or of those in the ``path`` of a configuration."""
-    ram = load(store).ram if store is not None else None
-    stores = found_ram(ram.path if ram is not None else None)
+    """List the RAM of a store, or of all stores of this user on this machine."""
+    stores = found_ram(None) if store is None else _by_store(run_aside(ram_of(load(store))))
     if as_json:
         print_json([_for_programs(uuid, group) for uuid, group in stores.items()])
         return
     if not stores:
-        output().print("no RAM of any store")
+        output().print("no RAM of any store" if store is None else "no RAM of this store")
         return
     rows = []
     for uuid, group in stores.items():

@@ -78,6 +78,18 @@ def test_all_ram_is_listed_with_whose_it_is(run: Run, told: Told, tmp_path: Path
     assert one in run("doctor", tmp_path / "two").output
 
 
+def test_the_ram_of_a_store_that_is_named_is_listed_alone(
+    run: Run, told: Told, tmp_path: Path, shared_memory: Path
+) -> None:
+    one, two = killed(tmp_path / "one", 1), killed(tmp_path / "two", 1, path=shared_memory / "elsewhere")
+    settings_file = tmp_path / "two.toml"
+    settings_file.write_text(to_toml(settings(tmp_path / "two", path=shared_memory / "elsewhere")))
+    assert [each["store"] for each in told("ls", tmp_path / "one", "--ram")] == [one]
+    assert [each["store"] for each in told("ls", settings_file, "--ram")] == [two]
+    assert told("ls", tmp_path / "three", "--ram") == []
+    assert "no RAM of this store" in run("ls", tmp_path / "three", "--ram").output
+
+
 def test_no_store_and_no_option_is_wrong_usage(run: Run) -> None:
     assert run("ls").exit_code == 2
     assert run("forget").exit_code == 2
