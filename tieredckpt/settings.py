@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler  # where pydantic 2.10 has it
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
@@ -65,7 +65,8 @@ def explain(found: Iterable[Problem]) -> str:
 class Settings(BaseModel):
     """Base of frozen settings; unknown names are refused with the nearest known one.
 
-    Constructing one from wrong values raises `Invalid` with one line per problem.
+    Constructing one from wrong values raises `Invalid` with one line per problem. A context of validation may have
+    ``tables``: where a setting belongs that is written in the wrong place.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -88,20 +89,22 @@ class Settings(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _refuse_in_plain_words(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _refuse_in_plain_words(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         try:
             return handler(data)
         except ValidationError as error:
             lines = error.errors(include_url=False)
-        raise refusal([cls._name_unknown(line) for line in lines if not _is_echo(line, lines)])
+        tables = (info.context or {}).get("tables", {})
+        raise refusal([cls._name_unknown(line, tables) for line in lines if not _is_echo(line, lines)])
 
     @classmethod
-    def _name_unknown(cls, line: ErrorDetails) -> Problem:
+    def _name_unknown(cls, line: ErrorDetails, tables: Mapping[str, str]) -> Problem:
         place = line["loc"]
         if line["type"] != "extra_forbidden":
             return place, _in_plain_words(line)
         name = str(place[-1])
-        return place, f"`{name}` is not a setting of {cls.noun()}{did_you_mean(name, cls.model_fields)}"
+        hint = f"; it belongs in {tables[name]}" if name in tables else did_you_mean(name, cls.model_fields)
+        return place, f"`{name}` is not a setting of {cls.noun()}{hint}"
 
 
 def _is_echo(line: ErrorDetails, lines: Sequence[ErrorDetails]) -> bool:

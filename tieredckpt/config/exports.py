@@ -137,7 +137,8 @@ def _export(context: Any, called: str | int, table: object) -> ExportConfig:
         return table
     if not isinstance(table, Mapping):
         raise refusal([((), f"should be a table of settings, not {redacted(table)!r}")])
-    return ExportConfig.model_validate(dict(table), context=context)
+    own = context and {"folder": context["folder"]}  # where `retain` belongs is no hint: here it is `keep`
+    return ExportConfig.model_validate(dict(table), context=own)
 
 
 def _exports(value: object, info: ValidationInfo) -> tuple[ExportConfig, ...]:

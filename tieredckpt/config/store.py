@@ -195,7 +195,8 @@ def _offer_policies(data: Mapping[str, Any], folder: Path) -> None:
 
 def _validate(data: Mapping[str, Any], folder: Path) -> StoreConfig:
     """Of the form of a file, or of that of ``model_dump``; problems have their places in that form."""
-    context = {"folder": folder}
+    tables = dict.fromkeys(TierConfig.model_fields, "[tiers.NAME]") | dict.fromkeys(StoreConfig.model_fields, "[store]")
+    context = {"folder": folder, "tables": tables}
     if "store" not in data and isinstance(data.get("tiers"), (list, tuple)):
         return StoreConfig.model_validate(dict(data), context=context)
     wrong: list[Problem] = []

@@ -277,6 +277,14 @@ policies = [
         ({"tiers": 3}, r"tiers: should be one table per tier"),
         ({"store": 3, **disk()}, r"store: should be a table"),
         ({"store": {"tiers": []}, **disk()}, r"store\.tiers: every tier is a table of its own"),
+        (
+            disk(schedule="every"),
+            r"tiers\.disk\.schedule: `schedule` is not a setting of a posix tier; it belongs in \[store\]$",
+        ),
+        (
+            {"store": {"promote": "always"}, **disk()},
+            r"store\.promote: `promote` is not a setting of a store; it belongs in \[tiers\.NAME\]$",
+        ),
         ({"store": {"lease_ttl": "1h"}, **disk()}, r"store\.grace: must be longer than lease_ttl"),
         ({"store": {"chunk_size": "2 KiB"}, **disk()}, r"store\.chunk_size: should be greater"),
         ({"store": {"repack_below": 1.0}, **disk()}, r"store\.repack_below: should be less than 1"),

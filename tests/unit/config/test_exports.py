@@ -84,6 +84,7 @@ def test_exports_may_be_given_in_python(tmp_path: Path) -> None:
         ({"keep": 0}, "exports.hf.keep.n"),
         ({"part": "a", "keys": ["b"]}, "exports.hf.part: and `keys`: give one of them"),
         ({"whem": "always"}, "exports.hf.whem: `whem` is not a setting of an export; did you mean `when`?"),
+        ({"retain": "all"}, "exports.hf.retain: `retain` is not a setting of an export; there are: cast, format, keep"),
         ({"to": "disk/out"}, "lie in each other"),
         ({"to": "other"}, "is {folder}/other like that of the export hf"),
     ],
