@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from tieredckpt.errors import Invalid
 from tieredckpt.units import parse_duration, parse_rate, parse_size
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def size(option: str, text: str) -> int:
-    """Bytes of the value of an option. Raises `Invalid`, for a number without a unit as well."""
+    """Bytes of the value of an option. Raises `Invalid`, for 0 and for a number without a unit as well."""
     if (number := _bare(text)) is not None:
         raise Invalid(f"{option}={text}: a size needs a unit; write '{number} GB', '{number} GiB' or '{number} B'")
-    return _parsed(parse_size, option, text)
+    return _parsed(parse_size, option, text) or _refuse_zero(option)
 
 
 def rate(option: str, text: str) -> int:
@@ -33,9 +33,14 @@ def rate(option: str, text: str) -> int:
     return _parsed(parse_rate, option, text)
 
 
-def duration(option: str, text: str) -> float:
-    """Seconds of the value of an option. Raises `Invalid`."""
-    return _parsed(parse_duration, option, text)
+def duration(option: str, text: str, *, or_zero: bool = False) -> float:
+    """Seconds of the value of an option. Raises `Invalid`, for 0 as well unless it may be."""
+    seconds = _parsed(parse_duration, option, text)
+    return seconds if seconds or or_zero else _refuse_zero(option)
+
+
+def _refuse_zero(option: str) -> NoReturn:
+    raise Invalid(f"{option}: must be more than 0")
 
 
 def _parsed(parse: Callable[[object], T], option: str, text: str) -> T:

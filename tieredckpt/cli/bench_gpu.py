@@ -41,7 +41,7 @@ def bench_gpu(
 
     Needs PyTorch and a CUDA device; without one it says so, and exits with 1, as where a way of this library fails.
     """
-    begin, seconds = time.monotonic(), amounts.duration("--within", within)
+    begin, seconds = time.monotonic(), amounts.duration("--within", within, or_zero=True)
     free = device_memory()
     installed, missing = cuda_peers() if peers else ([], {})
     with tempfile.TemporaryDirectory(prefix="tieredckpt-bench-", dir=folder) as name:

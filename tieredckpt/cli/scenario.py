@@ -166,7 +166,7 @@ def scenario(
         rungs=rungs(config, nbytes, nodes, writes, reads),
         derived=derived_rungs(config, nbytes, nodes, writes, reads, arrays),
         mtbf=_by_kind(between, failures),
-        restart=amounts.duration("--restart", restart or "1 min"),
+        restart=amounts.duration("--restart", restart or "1 min", or_zero=True),
         changed=1.0 if changed is None else changed,
         tier_mtbf={
             name: amounts.duration(f"--tier-mtbf {name}", text) for name, text in _pairs(tier_mtbf, "TIER=DURATION")
