@@ -38,7 +38,7 @@ def ls(store: MaybeStore = None, ram: Ram = False, as_json: Json = False) -> Non
 
 
 def state_of(step: StepInfo) -> str:
-    """Whether a step is of the line that is being trained, and where its commit cannot be read."""
+    """Whether a step is of the branch that is being trained, and where its commit cannot be read."""
     line = "off-branch" if step.off_branch else "live"
     return ", ".join([line, *(f"damaged on {tier}" for tier in step.damaged)])
 

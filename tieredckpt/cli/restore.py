@@ -128,7 +128,5 @@ def _number(value: Any) -> str:
 def _tell_of_scalars(details: StepDetails, *, extracted: bool) -> None:
     if not details.scalars:
         return
-    what = "was not extracted" if extracted else "is not shown"
-    errors().print(
-        f"{len(details.scalars)} leaves are no arrays, which {what}; `tieredckpt show` has them", style="dim"
-    )
+    what = "extracted" if extracted else "shown"
+    errors().print(f"leaves that are no arrays, not {what}: {len(details.scalars)}; see `tieredckpt show`", style="dim")

@@ -76,7 +76,8 @@ def _facts(details: StepDetails) -> Iterator[tuple[str, object]]:
     yield "size", f"{format_size(info.nbytes)} in {len(details.arrays)} arrays"
     yield "distinct chunks", format_size(details.distinct_nbytes)
     yield "metrics", metrics_text(info.metrics)
-    yield "line", ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in details.line)
+    serials = (f"{first}-{last}" if first < last else str(first) for first, last in details.line)
+    yield "branch", f"serials {', '.join(serials)}"
     if info.restored_from is not None:
         yield "restored from", f"serial {info.restored_from}"
     yield "store", details.store

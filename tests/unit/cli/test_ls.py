@@ -128,7 +128,7 @@ def test_show_tells_all_of_a_step(told: Told, trained: Path) -> None:
 
 def test_show_prints_all_of_a_step(run: Run, trained: Path) -> None:
     text = run("show", trained).stdout
-    for part in ("loss=0.333333", "params/w", "100x64", "25 KiB", "never", r"first\nsecond", "live", "1-3"):
+    for part in ("loss=0.333333", "params/w", "100x64", "25 KiB", "never", r"first\nsecond", "live", "serials 1-3"):
         assert part in text
 
 

@@ -191,4 +191,4 @@ def test_a_key_that_is_not_there_names_those_near(run: Run, trained: Path) -> No
 
 
 def test_scalars_are_told_of_where_arrays_are_asked_for(run: Run, trained: Path) -> None:
-    assert "2 leaves are no arrays" in run("restore", trained).stderr
+    assert "leaves that are no arrays, not shown: 2; see `tieredckpt show`" in run("restore", trained).stderr
