@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -99,6 +99,23 @@ def test_a_refused_import_leaves_no_new_store_behind(run: Run, store: Path, tmp_
 
 
 # -- the commands -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_device_is_no_wrong_input(
+    run: Run, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    save(store, {"model": {"w": np.arange(100.0)}})
+
+    def full(*arguments: Any) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    before = sorted(os.listdir(tmp_path))
+    monkeypatch.setattr("tieredckpt.engine.exporting.folder.new_file", full)
+    result = run("export", store, "--to", f"npz:{tmp_path / 'out.npz'}")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"NoSpace: {tmp_path / 'out.npz'} cannot be written: {os.strerror(code)}")
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 def test_what_was_written_is_read_back_and_compared(

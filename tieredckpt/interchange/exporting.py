@@ -16,7 +16,7 @@ from typing import Any
 from tieredckpt.blobs.posix.files import sync_folder
 from tieredckpt.engine.exporting.folder import FolderFiles, flush_tree
 from tieredckpt.engine.inventory import Scalar, StepInfo
-from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound
 from tieredckpt.interchange.base import Digests, Format
 from tieredckpt.interchange.formats import find, find_url
 from tieredckpt.interchange.linked_packs import NO_LINK
@@ -79,6 +79,7 @@ def export_step(
     Raises:
         Conflict: something is there.
         Invalid: the format cannot have what the step has, or has no such option; or the place cannot be written.
+        NoSpace: the device, or a quota on it, is full.
         Corrupt: what was written did not come back, or the step is damaged.
         NotFound, TierUnavailable: as `SyncStore.describe`.
     """
@@ -167,7 +168,8 @@ def _new(to: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
-        raise Invalid(f"{to} cannot be written: {error.strerror or error}") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (NoSpace if full else Invalid)(f"{to} cannot be written: {error.strerror or error}") from error
 
 
 def _link_or_rename(unfinished: Path, to: Path) -> None:
