@@ -71,12 +71,8 @@ def _common(
     log.addHandler(shown)
     log.setLevel(shown.level)
     log.propagate = False
-    repeats = logging.getLogger("stamina")  # its warnings name neither tier nor cause, and nobody formats them here
-    repeats_level = repeats.level
-    repeats.setLevel(logging.ERROR)
 
     def restore_log() -> None:
-        repeats.setLevel(repeats_level)
         log.removeHandler(shown)
         log.setLevel(level)
         log.propagate = propagates

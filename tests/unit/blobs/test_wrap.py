@@ -197,7 +197,10 @@ class TestRetrying:
         faulty.fail("list", DOWN, nth=8)
         assert await listed(Retrying(faulty)) == {str(number): 1 for number in range(5)}
 
-    async def test_parts_are_not_printed(self, faulty: Faulty, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_what_is_repeated_is_told_with_its_cause_and_without_its_parts(
+        self, faulty: Faulty, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Not as stamina tells it, with neither tier nor cause, which Python prints where no log is configured."""
         stamina.instrumentation.set_on_retry_hooks([stamina.instrumentation.LoggingOnRetryHook])
         try:
             faulty.fail("put", DOWN)
@@ -205,7 +208,9 @@ class TestRetrying:
                 await Retrying(faulty).put("key", [b"gigabytes"])
         finally:
             stamina.instrumentation.set_on_retry_hooks(None)
-        assert caplog.records
+        (record,) = [each for each in caplog.records if each.name in ("tieredckpt", "stamina")]
+        assert record.levelno == logging.INFO
+        assert record.getMessage() == f"{faulty.location}: put of key failed, and may be tried again: {DOWN}"
         assert not any("gigabytes" in str(vars(record)) for record in caplog.records)
 
 

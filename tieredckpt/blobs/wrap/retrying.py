@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import stamina
@@ -16,6 +18,8 @@ from tieredckpt.errors import Closed, Conflict, Corrupt, NotFound, TieredCkptErr
 __all__ = ["Retrying"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("tieredckpt")
 
 _LAST_ATTEMPT = 120.0
 """Seconds after which no further attempt is begun."""
@@ -45,14 +49,15 @@ class Retrying(Forward):
         wait_jitter: float = 1.0,
     ) -> None:
         super().__init__(inner)
-        retry = stamina.AsyncRetryingCaller(
+        retry = partial(
+            stamina.retry,
             attempts=attempts,
             timeout=_LAST_ATTEMPT,
             wait_initial=wait_initial,
             wait_max=_LONGEST_WAIT,
             wait_jitter=wait_jitter,
         )
-        self._retry_put, self._retry = retry.on(_may_help_a_put), retry.on(_may_help)
+        self._retry_put, self._retry = retry(on=_may_help_a_put), retry(on=_may_help)
         self._failed = False
         """Whether no attempt has succeeded since a verb failed for good."""
         self._failing: set[object] = set()
@@ -72,6 +77,8 @@ class Retrying(Forward):
             except TierUnavailable as error:
                 overdue = overdue or isinstance(error, Overdue)
                 self._failing.add(verb)
+                where = f"{self.location}: {operation.verb} of {operation.key}"
+                _log.info("%s failed, and may be tried again: %s", where, error)
                 raise
             except TieredCkptError:
                 self._answered()
@@ -81,7 +88,7 @@ class Retrying(Forward):
 
         try:
             # No argument is passed through stamina, which would print it: a part may be gigabytes.
-            return await (self._retry_put if operation.verb == "put" else self._retry)(attempt)
+            return await (self._retry_put if operation.verb == "put" else self._retry)(attempt)()
         except TierUnavailable:
             self._failed = True
             raise
@@ -137,3 +144,11 @@ def _may_help_a_put(error: Exception) -> bool:
 
 def _may_help(error: Exception) -> bool:
     return _may_help_a_put(error) and not isinstance(error, Overdue)
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    return not str(getattr(record, "stamina.callable", "")).startswith(__name__)
+
+
+# Python prints warnings where no log is configured, and stamina's text names neither store nor cause.
+logging.getLogger("stamina").addFilter(_is_not_ours)
