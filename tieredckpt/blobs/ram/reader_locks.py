@@ -73,7 +73,7 @@ class Retired:
 
     def left(self) -> list[StillRead]:
         """Evicted steps of earlier writers that are still being read; deletes the others."""
-        names = sorted((self._folder / RETIRED).glob("*")) if (self._folder / RETIRED).is_dir() else []
+        names = sorted(name for name in (self._folder / RETIRED).glob("*") if name.is_file())
         for name in (name for name in names if name.suffix == _INDEX and name.with_suffix("") not in names):
             name.unlink()
         found = []

@@ -216,6 +216,16 @@ async def test_where_there_is_room_for_no_file_what_nobody_reads_goes(
         assert store.retire("read")()
 
 
+async def test_what_is_no_file_among_the_evicted_is_left_alone(folder: Path) -> None:
+    async with opened(folder) as store:
+        await store.put("step", [b"x"])
+    for name in ("strange.btree", "strange"):
+        (folder / "retired" / name).mkdir(parents=True)
+        async with opened(folder) as store:
+            assert store.still_read() == []
+        assert (folder / "retired" / name).is_dir()
+
+
 async def test_a_reader_that_comes_between_removal_and_lock_is_turned_away(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
