@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ __all__ = ["write_to_objects"]
 
 T = TypeVar("T")
 
+_CLAIM = ".tieredckpt-"
+"""Prefix of the object that an export has there while it writes."""
 _BLOCK = 16 << 20
 """Bytes that are compared at a time."""
 
@@ -86,30 +89,37 @@ def write_to_objects(store: SyncStore, url: str, write: Callable[[Files], Digest
     """
     streams, objects = store._run(open_place(place_of(url, "export")))
     assert isinstance(objects, GetDigested)
+    claim = f"{_CLAIM}{secrets.token_hex(8)}"
+    files = ObjectFiles(streams, "", store._life.loop.thread.loop)
     try:
-        if store._run(_any(objects)):
-            raise Conflict(f"{url} has objects already; choose another place, nothing is replaced")
-        files = ObjectFiles(streams, "", store._life.loop.thread.loop)
-        digested = _DigestedFiles(files)
+        store._run(_refuse_taken(objects, url))
         try:
+            # Whoever lists after both have put their claims sees both: of two exports at once one writes at most.
+            store._run(objects.put(claim, [b""]))
+            store._run(_refuse_taken(objects, url, but=claim))
+            digested = _DigestedFiles(files)
             written = write(digested)
             for name, blocks in digested.blocks.items():
                 store._run(_compare(objects, url, name, blocks))
         except BaseException:
             files.give_up()
             with suppress(TieredCkptError):  # a server that does not answer is not asked for each of them
-                for name in reversed(files.begun):
+                for name in (*reversed(files.begun), claim):
                     store._run(objects.delete(name))
             raise
+        with suppress(TieredCkptError):
+            store._run(objects.delete(claim))
         return written
     finally:
         store._run(objects.close())
 
 
-async def _any(objects: BlobStore) -> bool:
-    async for _ in objects.list(""):
-        return True
-    return False
+async def _refuse_taken(objects: BlobStore, url: str, but: str = "") -> None:
+    async for blob in objects.list(""):
+        if blob.key.startswith(_CLAIM) and blob.key != but:
+            raise Conflict(f"{url} is being exported to; if that was killed, delete {blob.key} there")
+        if blob.key != but:
+            raise Conflict(f"{url} has objects already; choose another place, nothing is replaced")
 
 
 async def _compare(objects: GetDigested, url: str, name: str, blocks: list[tuple[int, bytes]]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +321,28 @@ def test_the_command_ends_where_the_server_does_not_answer(
             export_step(store, f"safetensors:{s3_place.url}/by-hand", 1, shard_size=1 << 20)
         deleted = {path for each, path in between.asked if each == "DELETE"}
     assert len(deleted) == (verb == "GET")
+
+
+def test_of_two_exports_to_one_place_the_second_is_refused_and_deletes_nothing(
+    open_store: Open, s3_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where neither has written a file yet: one that failed later had deleted what the other had exported."""
+    store = open_store(when="never")
+    store.save(1, tree(1))
+    url, put = f"{s3_place.url}/step-1", Client.put_stream
+    tried: list[str] = []
+
+    async def put_stream(self: Client, key: str, pieces: Any, **size: Any) -> None:
+        tried.append(key)
+        if len(tried) == 1:
+            with ThreadPoolExecutor(1) as pool, pytest.raises(Conflict, match="is being exported to"):
+                await asyncio.wrap_future(pool.submit(export_step, second, f"safetensors:{url}"))
+        await put(self, key, pieces, **size)
+
+    store.flush()
+    with CheckpointStore.open_sync(str(tmp_path / "disk"), read_only=True) as second:
+        monkeypatch.setattr(Client, "put_stream", put_stream)
+        export_step(store, f"safetensors:{url}")
+    assert len(tried) == 1
+    assert set(s3_place.bucket.sizes()) == {"step-1/model.safetensors"}
+    equal(read_back(s3_place, 1, tmp_path / "read"), tree(1))
