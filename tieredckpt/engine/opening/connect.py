@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import Events, TierHangs
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StoreMarker
@@ -252,5 +253,6 @@ async def _adopt(state: State, marker: StoreMarker) -> None:
         if not tier.in_memory and own is not None and tier.marker != own:
             tier.marker = own
             if state.manages(tier):
-                await marker_file.write(tier.store, own)
+                with suppress(TieredCkptError):  # it shows again at the next use, and is no failure of this tier
+                    await marker_file.write(tier.store, own)
     await mark_ram(state)

@@ -298,3 +298,34 @@ async def test_of_two_writers_without_leases_none_deletes_what_the_other_has_lef
         restored = await store.restore()
         assert restored is not None
         assert_same(restored.tree, tree(1))
+
+
+async def test_a_tier_that_comes_late_is_taken_though_another_has_no_room_for_its_identity(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it told to be full; and RAM is marked, which a restart would leave alone else."""
+    near, late = tmp_path / "near", tmp_path / "late"
+    async with CheckpointStore.open(config({"late": folder(late)})) as store:
+        await store.save(1, tree(1))
+    late.rename(tmp_path / "away")
+    late.write_text("no folder")
+    tiers = {"near": folder(near, promote="never"), "late": folder(late, promote="never")}
+    put, failed = posix.PosixStore.put, list[str]()
+
+    async def put_elsewhere(store: posix.PosixStore, key: str, parts: Any, *, create_only: bool = False) -> None:
+        if store.location == str(near) and key == "tieredckpt.json" and late.is_dir():
+            failed.append(key)
+            raise NoSpace(f"{key} was not written: no space left on device")
+        await put(store, key, parts, create_only=create_only)
+
+    monkeypatch.setattr(posix.PosixStore, "put", put_elsewhere)
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), **tiers})) as store:
+        heard = Heard(store)
+        late.unlink()
+        (tmp_path / "away").rename(late)
+        await heard.first(TierRecovered)
+        assert failed
+        assert not [event for event in heard.of(TierFailed) if isinstance(event.error, NoSpace)]
+        marked = json.loads((late / "tieredckpt.json").read_text())["store"]
+        (ours,) = shared_memory.rglob("tieredckpt.json")
+        assert marked == json.loads(ours.read_text())["store"]
