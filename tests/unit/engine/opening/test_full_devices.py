@@ -249,9 +249,7 @@ async def test_nothing_is_compressed_before_a_full_device_has_the_marker_that_sa
 
 
 @pytest.mark.parametrize("foreign", [False, True], ids=["this machine", "another"])
-async def test_a_step_leaves_a_device_full_to_the_last_byte_whose_last_writer_died(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool
-) -> None:
+async def test_a_step_leaves_a_device_full_to_the_last_byte_whose_last_writer_died(disk: Path, foreign: bool) -> None:
     """As of a job that was queued again, on another node: its age was asked of a file that had no room."""
     settings = config({"disk": folder(disk, retain="all")}, lease_ttl=1.0)
     await filled(settings)
