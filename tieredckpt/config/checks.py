@@ -175,7 +175,7 @@ def _of_none(answers: Sequence[object], serials: AbstractSet[int]) -> str:
         given += answer
     if not given:
         return ", not even one that was just saved; let it keep one, for example with { kind = 'last_n', n = 1 }"
-    if not any(each in serials for each in given):
+    if not any(isinstance(each, int) and each in serials for each in given):
         return f": what retains() gives, such as {given[0]!r}, is the serial of none; give `serial`, and not `step`"
     return ""
 

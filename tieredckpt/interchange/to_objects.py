@@ -80,12 +80,13 @@ class _DigestedFiles:
 def write_to_objects(store: SyncStore, url: str, write: Callable[[Files], Digests]) -> Digests:
     """Call ``write`` to stream files to objects below ``url``, where nothing is yet, and compare them afterwards.
 
-    The requests are made on the loop of ``store``.
+    The requests are made on the loop of ``store``. Of an export that fails, what was written is deleted again, until a
+    deletion fails too.
 
     Raises:
         Conflict: something is there.
-        Corrupt: what was written did not come back; it is deleted again.
-        Invalid, TierUnavailable: the place cannot be written; what was written is deleted again.
+        Corrupt: what was written did not come back.
+        Invalid, TierUnavailable: the place cannot be written.
     """
     streams, objects = store._run(open_place(place_of(url, "export")))
     assert isinstance(objects, GetDigested)

@@ -397,6 +397,13 @@ class Numbers(Retention):
         return frozenset(step.step for step in store.line_on(tier.name))
 
 
+class Pairs(Retention):
+    kind: Literal["test_pairs"] = "test_pairs"
+
+    def retains(self, tier: TierView, store: StoreView) -> Any:
+        return [[step.serial, step.step] for step in store.line_on(tier.name)]
+
+
 class Endless(Retention):
     kind: Literal["test_endless"] = "test_endless"
 
@@ -408,6 +415,7 @@ class Endless(Retention):
     ("retain", "told"),
     [
         (Numbers(), r"`test_numbers` keeps no step: what retains\(\) gives, such as \d+, is the serial of none"),
+        (Pairs(), r"`test_pairs` keeps no step: what retains\(\) gives, such as \[.*\], is the serial of none"),
         (Endless(), r"`test_endless` keeps no step: retains\(\) gives a count; give a frozenset of serials"),
         (KeepsNothing(), "`test_keeps_nothing` keeps no step, not even one that was just saved; let it keep one"),
         (Chosen(steps=()), "`test_chosen` keeps no step"),
