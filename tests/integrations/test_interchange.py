@@ -14,9 +14,9 @@ import pytest
 from support.frameworks import require
 from support.interchange import Run, save
 
-from tieredckpt import CheckpointStore, Conflict, Invalid, _registry
+from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, _registry
 from tieredckpt.config.formats import GROUP
-from tieredckpt.interchange import export_step, import_step
+from tieredckpt.interchange import export_step, import_step, read_checkpoint
 
 torch = require("torch")
 safetensors_torch = require("safetensors.torch")
@@ -230,6 +230,30 @@ def test_names_begin_below_the_part(run: Run, store: Path, tmp_path: Path) -> No
     assert "NotFound" in run("export", store, "--to", f"safetensors:{tmp_path / 'x'}", "--part", "m*").stderr
     assert run("export", store, "--to", f"npz:{tmp_path / 'all.npz'}", "--keys", "rest").exit_code == 0
     assert list(np.load(tmp_path / "all.npz")) == ["rest"]
+
+
+@pytest.mark.parametrize(
+    ("source", "file"),
+    [
+        ("torch:pipe.pt", "pipe.pt"),
+        ("safetensors:pipe.safetensors", "pipe.safetensors"),
+        ("safetensors:folder", "folder/model.safetensors"),
+        ("safetensors:folder", "folder/model.safetensors.index.json"),
+        ("safetensors:shards", "shards/one.safetensors"),
+        ("dcp:folder", "folder/.metadata"),
+        ("dcp:written", "written/__0_0.distcp"),
+    ],
+)
+def test_a_named_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, source: str, file: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text('{"weight_map": {"w": "one.safetensors"}}')
+    require("torch.distributed.checkpoint").save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "written", no_dist=True)
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    scheme, _, path = source.partition(":")
+    with pytest.raises(Corrupt, match="is no plain file"):
+        read_checkpoint(f"{scheme}:{tmp_path / path}", 1)
 
 
 def test_a_number_that_the_store_has_is_told_before_anything_is_read(run: Run, store: Path, tmp_path: Path) -> None:

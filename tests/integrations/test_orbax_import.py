@@ -268,6 +268,15 @@ def test_a_named_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
         read_checkpoint(f"orbax:{tmp_path / '1'}")
 
 
+@pytest.mark.parametrize("file", [".zarray", "0"])
+def test_a_named_pipe_among_the_files_of_an_array_is_not_waited_for(file: str, tmp_path: Path) -> None:
+    written(tmp_path / "1", {"w": np.ones(3)}, ocdbt=False)
+    (tmp_path / "1" / "w" / file).unlink()
+    os.mkfifo(tmp_path / "1" / "w" / file)
+    with pytest.raises(Corrupt, match="is no plain file"):
+        read_checkpoint(f"orbax:{tmp_path / '1'}")
+
+
 def test_an_item_of_files_takes_no_more_memory_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orbax_folders, "memory_limit", lambda: (3 << 20, "this machine"))
     for number in range(4):

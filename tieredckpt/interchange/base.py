@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.config.formats import Digests, Format
+from tieredckpt.errors import Corrupt
 from tieredckpt.format.digest import SIZE, Digester
 
-__all__ = ["Content", "Digests", "Format", "content", "is_name"]
+__all__ = ["Content", "Digests", "Format", "content", "is_name", "plain"]
 
 
 class Content:
@@ -51,3 +52,12 @@ def is_name(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+
+
+def plain(path: Path) -> Path:
+    """The path of a file to read, which need not be there. Raises `Corrupt` for anything else: a named pipe would be
+    waited for, and a device may have no end.
+    """
+    if path.exists() and not path.is_file():
+        raise Corrupt(f"{path} is no plain file")
+    return path

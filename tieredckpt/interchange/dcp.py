@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from tieredckpt.engine.exporting.content import StepContent
 from tieredckpt.errors import Corrupt, Invalid, NotFound, TieredCkptError
-from tieredckpt.interchange.base import Content, Format, content, is_name
+from tieredckpt.interchange.base import Content, Format, content, is_name, plain
 from tieredckpt.interchange.dcp_metadata import DTYPES, get, kind, load
 from tieredckpt.interchange.torch_files import check_size, load_weights, refused
 from tieredckpt.tree.leaf import ArraySpec
@@ -98,7 +98,7 @@ def _contents(folder: Path) -> _Contents:
     """Read a ``.metadata`` and compare it with the files, before memory is taken for what it says."""
     metadata = folder / _METADATA
     try:
-        pickled = metadata.read_bytes()
+        pickled = plain(metadata).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(f"{folder} has no .metadata: it is no folder of torch.distributed.checkpoint") from error
     found = load(pickled, metadata)
@@ -170,7 +170,7 @@ def _item(folder: Path, index: Any, info: Any) -> _Item:
     if get(info, "transform_descriptors"):
         raise Invalid(f"{path}: {name!r} was stored through extensions of DCP; load it with DCP, and save it without")
     try:
-        size = path.stat().st_size
+        size = plain(path).stat().st_size
     except FileNotFoundError as error:
         raise NotFound(f"{path} is not there, and .metadata names it for {name!r}") from error
     if start + length > size:

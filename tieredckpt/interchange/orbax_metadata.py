@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.interchange.base import plain
 
 __all__ = ["ARRAYS", "EMPTY", "Leaf", "TreeMetadata", "build", "load_json", "parse", "text_of"]
 
@@ -59,10 +60,8 @@ class TreeMetadata:
 
 def load_json(path: Path) -> Any:
     """A JSON file. Raises `NotFound` and `Corrupt`."""
-    if path.exists() and not path.is_file():
-        raise Corrupt(f"{path} is no plain file")  # a named pipe would be waited for
     try:
-        with path.open("rb") as file:
+        with plain(path).open("rb") as file:
             text = file.read(_LARGEST + 1)
         if len(text) > _LARGEST:
             raise Corrupt(f"{path} is larger than any that Orbax writes")

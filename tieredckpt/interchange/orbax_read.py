@@ -6,6 +6,7 @@ Arrays come whole, as NumPy's, whatever their sharding was; typed PRNG keys as J
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import tensorstore as ts
 
 from tieredckpt.blobs.memory import memory_limit
 from tieredckpt.errors import Corrupt, Invalid, NotFound
-from tieredckpt.interchange.base import is_name
+from tieredckpt.interchange.base import is_name, plain
 from tieredckpt.interchange.orbax_folders import CUSTOM, DEFAULT, ITEMS, METADATA, custom_of, files_of, items_of
 from tieredckpt.interchange.orbax_metadata import ARRAYS, EMPTY, Leaf, TreeMetadata, build, load_json, parse
 from tieredckpt.units import format_size
@@ -117,6 +118,9 @@ def prng_keys(folder: Path) -> dict[str, str]:
 
 
 def _read_arrays(folder: Path, metadata: TreeMetadata, leaves: Sequence[Leaf]) -> dict[str, Any]:
+    for at, _, files in os.walk(folder):
+        for file in files:
+            plain(Path(at, file))  # TensorStore would wait for a named pipe
     limit, source = memory_limit()
     total = 0
     opened = []

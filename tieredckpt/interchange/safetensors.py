@@ -27,7 +27,7 @@ from tieredckpt.engine.exporting.content import StepContent
 from tieredckpt.engine.inventory import ArrayInfo
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.format.casts import CASTS
-from tieredckpt.interchange.base import Content, Format, content, is_name
+from tieredckpt.interchange.base import Content, Format, content, is_name, plain
 from tieredckpt.tree.leaf import ArraySpec
 
 __all__ = ["SAFETENSORS"]
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 def _read_shards(index: Path) -> dict[str, npt.NDArray[Any]]:
     try:
-        files = _json(index, index.read_bytes()).get("weight_map")
+        files = _json(index, plain(index).read_bytes()).get("weight_map")
     except FileNotFoundError as error:
         raise NotFound(f"{index} is not there") from error
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
@@ -107,7 +107,7 @@ def _read_shards(index: Path) -> dict[str, npt.NDArray[Any]]:
 def _tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Each tensor of a file with its name, mapped from the file."""
     try:
-        size = path.stat().st_size
+        size = plain(path).stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tieredckpt.errors import Corrupt, Invalid, NotFound
-from tieredckpt.interchange.base import Format
+from tieredckpt.interchange.base import Format, plain
 
 __all__ = ["TORCH", "check_size", "load_weights", "refused"]
 
@@ -23,6 +23,7 @@ def _read(path: Path) -> Any:
     """What was saved to the file ``path``: tensors on the CPU, mapped from the file where its format permits it."""
     if path.is_dir():
         raise Invalid(f"{path} is a folder, and torch.save writes a file; is it dcp:{path} or safetensors:{path}?")
+    plain(path)
     try:
         found = load_weights(path, mmap=zipfile.is_zipfile(path))
     except FileNotFoundError as error:
