@@ -277,6 +277,19 @@ def test_a_named_pipe_among_the_files_of_an_array_is_not_waited_for(file: str, t
         read_checkpoint(f"orbax:{tmp_path / '1'}")
 
 
+@pytest.mark.parametrize("lost", ["one", "run/1/default", "items/1/tree"])
+def test_a_tree_that_lost_its_metadata_is_no_item_of_files(lost: str, tmp_path: Path) -> None:
+    """Its database came in as bytes, and the import was called verified."""
+    tree = ocp.args.StandardSave({"w": np.ones(3)})
+    ocp.Checkpointer(ocp.StandardCheckpointHandler()).save(tmp_path / "one", args=tree)
+    for run, args in (("run", tree), ("items", ocp.args.Composite(tree=tree, other=tree))):
+        with ocp.CheckpointManager(tmp_path / run) as manager:
+            manager.save(1, args=args)
+    (tmp_path / lost / "_METADATA").unlink()
+    with pytest.raises(NotFound, match=f"{lost}/_METADATA is not there"):
+        read_checkpoint(f"orbax:{tmp_path / lost.partition('/')[0]}", 1)
+
+
 def test_an_item_of_files_takes_no_more_memory_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orbax_folders, "memory_limit", lambda: (3 << 20, "this machine"))
     for number in range(4):

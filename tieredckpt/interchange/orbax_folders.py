@@ -36,6 +36,8 @@ CUSTOM = "_CUSTOM_METADATA"
 METRICS = "_METRICS"
 """The key in such a tree of metrics that are no numbers, as JSON."""
 _JSON = "metadata"
+_OF_TREES = ("StandardCheckpointHandler", "PyTreeCheckpointHandler", "ArrayCheckpointHandler", "PyTreeHandler")
+"""Classes of Orbax that write a tree, as a step names them."""
 _OURS = ("metrics", "descriptor")
 """Items that Orbax adds by itself."""
 _NUMBERED = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})")
@@ -76,8 +78,12 @@ def _is_step(path: Path) -> bool:
 
 
 def items_of(step: Path) -> dict[str, Kind]:
-    """The items of a step's folder, by name. Raises `NotFound` where there is none."""
+    """The items of a step's folder, by name. Raises `NotFound` where there is none, or a tree has lost `METADATA`."""
     found: dict[str, Kind] = {}
+    handlers = _noted(step).get("item_handlers")
+    of_items = handlers if isinstance(handlers, dict) else {}
+    if _is_of_tree(handlers):
+        raise _lost(step)
     for child in sorted(step.iterdir()):
         if not child.is_dir() or child.name in _OURS or _UNFINISHED in child.name:
             continue
@@ -85,11 +91,21 @@ def items_of(step: Path) -> dict[str, Kind]:
             found[child.name] = "tree"
         elif {file.name for file in child.iterdir()} - {"commit_success.txt"} == {_JSON} and _is_json(child / _JSON):
             found[child.name] = "json"
+        elif _is_of_tree(of_items.get(child.name)):
+            raise _lost(child)
         else:
             found[child.name] = "files"
     if not found:
         raise NotFound(f"{step} has no item")
     return found
+
+
+def _is_of_tree(handler: Any) -> bool:
+    return isinstance(handler, str) and handler.endswith(_OF_TREES)
+
+
+def _lost(folder: Path) -> NotFound:
+    return NotFound(f"{folder / METADATA} is not there: the checkpoint was not finished, or lost a file")
 
 
 def _is_json(path: Path) -> bool:
@@ -129,9 +145,14 @@ def metrics_of(step: Path) -> Mapping[str, float]:
 
 def custom_of(step: Path) -> dict[str, Any]:
     """What the trainer noted of a step, ``custom_metadata``; empty where there is none."""
+    custom = _noted(step).get("custom_metadata")
+    return custom if isinstance(custom, dict) else {}
+
+
+def _noted(step: Path) -> dict[str, Any]:
+    """What Orbax noted of a step besides its items; empty where that is nothing."""
     try:
         found: Any = load_json(step / STEP_METADATA)
     except NotFound:
         return {}
-    custom = found.get("custom_metadata") if isinstance(found, dict) else None
-    return custom if isinstance(custom, dict) else {}
+    return found if isinstance(found, dict) else {}
