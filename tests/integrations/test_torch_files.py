@@ -59,6 +59,14 @@ def test_arrays_of_numpy_become_tensors_of_dcp(run: Run, store: Path, tmp_path: 
     assert not (tmp_path / "times").exists()
 
 
+def test_arrays_that_are_all_empty_become_tensors_of_dcp(run: Run, store: Path, tmp_path: Path) -> None:
+    save(store, {"w": np.empty((3, 0), np.float32), "step": 3})
+    assert run("export", store, "--to", f"dcp:{tmp_path / 'out'}").exit_code == 0
+    state = {"w": torch.empty(3, 0), "step": 0}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert state["step"] == 3
+
+
 def test_arrays_in_another_byte_order_become_the_same_numbers(run: Run, store: Path, tmp_path: Path) -> None:
     numbers = {f"{order}{kind}": np.arange(5).astype(order + kind) for order in "<>" for kind in ("f4", "i4")}
     save(store, numbers)
