@@ -259,6 +259,12 @@ def test_malformed_metadata_is_corrupt(entries: Any, tmp_path: Path) -> None:
         read(tmp_path)
 
 
+@pytest.mark.parametrize(("ocdbt", "zarr3"), HANDLERS)
+def test_a_tree_that_is_one_array_comes_in(ocdbt: bool, zarr3: bool, tmp_path: Path) -> None:
+    written(tmp_path / "1", np.arange(3), ocdbt, zarr3)
+    assert np.array_equal(read(tmp_path / "1"), np.arange(3))
+
+
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "metrics/metrics", "tree/array_metadatas/process_0"])
 def test_a_named_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
     written(tmp_path / "1" / "tree", {"w": np.ones(3)})

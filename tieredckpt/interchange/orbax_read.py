@@ -152,12 +152,12 @@ def open_arrays(folder: Path, metadata: TreeMetadata, leaves: Sequence[Leaf]) ->
     for start in range(0, len(leaves), _TOGETHER):
         futures = []
         for leaf in leaves[start : start + _TOGETHER]:
-            if not ocdbt and not all(map(is_name, leaf.name.split("/"))):
+            if not ocdbt and leaf.name and not all(map(is_name, leaf.name.split("/"))):
                 raise Corrupt(f"{folder / METADATA}: {leaf.name!r} is no path in the folder")
             below = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
             spec = {
                 "driver": "zarr3" if metadata.zarr3 else "zarr",
-                "kvstore": below if ocdbt else {"driver": "file", "path": f"{folder}/{leaf.name}/"},
+                "kvstore": below if ocdbt else {"driver": "file", "path": f"{folder / leaf.name}/"},
                 "fill_missing_data_reads": not metadata.complete,
                 "recheck_cached_data": False,
                 "recheck_cached_metadata": False,
