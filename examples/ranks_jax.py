@@ -39,7 +39,7 @@ def main() -> None:
         "weights": spread(jnp.zeros(SHAPE), by_rows),
         "scale": spread(jnp.ones(SHAPE[1]), everywhere),
     }
-    with CheckpointStore.open(sys.argv[4] if len(sys.argv) > 4 else "ranks-checkpoints").sync() as store:
+    with CheckpointStore.open(sys.argv[4] if len(sys.argv) > 4 else "jax-ranks-checkpoints").sync() as store:
         restored = store.restore(like=state)  # in the sharding that `state` has now
         began = 0
         if restored:

@@ -33,7 +33,7 @@ def main() -> None:
     def state(step: int) -> dict[str, Any]:
         return {"field": Shard(columns, shape=SHAPE, offset=(0, first)), "time": 0.1 * step}
 
-    with CheckpointStore.open(sys.argv[1] if len(sys.argv) > 1 else "ranks-checkpoints").sync() as store:
+    with CheckpointStore.open(sys.argv[1] if len(sys.argv) > 1 else "mpi-ranks-checkpoints").sync() as store:
         restored = store.restore(into=state(0))
         began = restored.step if restored else 0
         for step in range(began + 1, began + 1 + STEPS_PER_RUN):

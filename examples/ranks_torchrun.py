@@ -34,7 +34,7 @@ def main() -> None:
         return {"weights": Shard(rows, shape=(ROWS, COLUMNS), offset=(first, 0)), "scale": scale, "step": step}
 
     step = 0
-    source = sys.argv[1] if len(sys.argv) > 1 else "ranks-checkpoints"
+    source = sys.argv[1] if len(sys.argv) > 1 else "torchrun-ranks-checkpoints"
     with CheckpointStore.open(source).sync() as store:  # a call of all ranks, which meet here
         restored = store.restore(into=state())  # and so is this; it fills `rows` and `scale`
         if restored:

@@ -12,7 +12,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())
-    manager = TieredCheckpointManager("checkpoints")  # 2: for CheckpointManager()
+    manager = TieredCheckpointManager("manager-checkpoints")  # 2: for CheckpointManager()
     newest = manager.store.latest_step()  # 3: for a look at the folder
     done = 0
     if newest is not None:

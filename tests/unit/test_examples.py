@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,17 @@ def test_every_example_is_run_here() -> None:
     names -= {name for name in names if name.startswith("ranks_")}  # by tests/distributed/test_rank_examples.py
     assert names
     assert {name for name in names if f'"{name}"' not in text} == set()
+
+
+def test_no_two_examples_open_one_store() -> None:
+    """Started one after another in a folder, the examples of many ranks refused each other's steps."""
+    stores = [
+        name
+        for path in (*EXAMPLES.glob("*.py"), EXAMPLES / "ckpt.toml")
+        for name in re.findall(r'"([\w-]*checkpoints)"', path.read_text("utf-8"))
+    ]
+    assert sorted(set(stores)) == sorted(stores)
+    assert len(stores) > 10
 
 
 def test_the_quickstart_goes_on_where_it_was(tmp_path: Path) -> None:
