@@ -169,7 +169,7 @@ class Engine:
         self._writer = Writer(self.state, self.collector, self.mode.slower_tiers)
         self.prepared = True
         self.inventory = Inventory(self.state)
-        self.captures = Captures(self.state, self.save, flattener)
+        self.captures = Captures(self.state, self.save, self.mode.not_begun, flattener)
 
     def _make_mode(self, group: Group | None) -> Alone:
         """How this process takes part in the store."""

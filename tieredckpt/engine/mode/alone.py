@@ -93,6 +93,9 @@ class Alone:
             await in_thread(check_whole, flat.structure, flat.arrays, pool=self.state.pool)
         return await save(flat)
 
+    def not_begun(self, step: int, error: BaseException) -> None:
+        """A save of ``step`` has failed before it came to `save`."""
+
     def is_due(self, step: int) -> bool:
         """The schedule's answer; from any thread."""
         return save_is_due(self.state, step)

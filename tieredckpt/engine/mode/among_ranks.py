@@ -98,6 +98,10 @@ class AmongRanks(Alone):
     ) -> Saved:
         return await self.ranked.save(step, flat, (*self.state.config.replicated, *replicated), save, origin)
 
+    def not_begun(self, step: int, error: BaseException) -> None:
+        self.ranked.count_as_saved(step, self.state.branch.origin)
+        self.ranked.give_up(step, error)
+
     def is_due(self, step: int) -> bool:
         return self.ranked.plan.due(step)
 

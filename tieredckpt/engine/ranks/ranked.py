@@ -145,7 +145,7 @@ class Ranked:
             attempt = self.votes.begin(step)
         except Missed as missed:
             reason = f"step {step} was not saved: {missed}"
-            self._count_as_saved(step, origin)
+            self.count_as_saved(step, origin)
             state.events.emit(SaveSkipped(step, reason))
             return Saved(StepId(state.branch.last_serial, step), None, 0, 0, 0.0, reason)
         nodes, size = self.group.nodes, state.config.chunk_size
@@ -156,7 +156,7 @@ class Ranked:
                 elsewhere = await digests_elsewhere(state, own)  # while there is no part that could be lost
                 saved = await save(own, began=began)
             if saved.tier is None:
-                self._count_as_saved(step, origin)
+                self.count_as_saved(step, origin)
                 self.votes.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
             state.membership.undecided.add(saved.step)  # at once, or a save that needs room would drop the part
@@ -164,7 +164,7 @@ class Ranked:
             index = streamed.index if streamed is not None else await step_index.load(state.tiers[0], saved.step)
             alike = with_own(elsewhere, own.replicated, index)
         except BaseException as error:
-            self._count_as_saved(step, origin)
+            self.count_as_saved(step, origin)
             self.votes.not_saved(attempt, step, error)
             if saved is not None:
                 await self.votes.drop(saved.step)
@@ -172,7 +172,12 @@ class Ranked:
         self.votes.saved(attempt, saved.step, index, None if streamed is None else saved.tier, alike)
         return saved
 
-    def _count_as_saved(self, step: int, origin: Origin | None) -> None:
+    def give_up(self, step: int, error: BaseException) -> None:
+        """Vote no on a save that this rank does not begin."""
+        with suppress(Missed):
+            self.votes.not_saved(self.votes.begin(step), step, error)
+
+    def count_as_saved(self, step: int, origin: Origin | None) -> None:
         """Count the step as saved for the schedule, as other ranks do, or not all would save the next one."""
         self._state.branch.count_from(origin)
         self._state.observation.count_save(step)
@@ -184,9 +189,7 @@ class Ranked:
     def _save_at(self, order: SaveAt) -> None:
         late = self.plan.received(order.step)
         if late is not None:
-            with suppress(Missed):
-                attempt = self.votes.begin(late)
-                self.votes.not_saved(attempt, late, RanksUnavailable("the order to save it came too late"))
+            self.give_up(late, RanksUnavailable("the order to save it came too late"))
 
     async def drained(self) -> None:
         """Wait until the ranks have voted on every save, and rank 0 has promoted what is due.

@@ -15,7 +15,7 @@ from typing import Any
 from tieredckpt._arguments import checked_metrics, checked_patterns
 from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.devices.base import Device, Event, Stream
-from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.loop import EngineLoop, Latch
 from tieredckpt.engine.saving.lazy import LazyMoment
 from tieredckpt.engine.saving.moment import Moment, made_ready
 from tieredckpt.engine.saving.outlet import Outlet
@@ -60,15 +60,24 @@ class _Call:
     overwrite: bool
     replicated: Sequence[str]
     streams: Mapping[Device, Stream]
+    begun: Latch
+    """Open once the save has begun: from then on, it tells other ranks itself how it ends."""
 
 
 class Captures:
     """The saves under way. Lives on the engine's loop, but for `save`."""
 
-    def __init__(self, state: State, save: Callable[..., Awaitable[Saved]], flattener: Flattener) -> None:
-        """``save`` is `Engine.save`."""
+    def __init__(
+        self,
+        state: State,
+        save: Callable[..., Awaitable[Saved]],
+        not_begun: Callable[[int, BaseException], None],
+        flattener: Flattener,
+    ) -> None:
+        """``save`` is `Engine.save`; ``not_begun`` is `Alone.not_begun`."""
         self._state = state
         self._save = save
+        self._not_begun = not_begun
         self._flattener = flattener
         self.pending: set[asyncio.Task[Saved]] = set()
         """Saves that go on behind the trainer."""
@@ -97,22 +106,29 @@ class Captures:
         The rest is as it was given there. Returns the task of a save that goes on behind the trainer, and what the
         trainer confirms of a lazy one.
         """
-        call = _Call(
-            step,
-            tree,
-            checked_metrics(metrics),
-            overwrite,
-            checked_patterns("replicated", replicated),
-            streams,
-        )
-        if capture not in _CAPTURES:
-            raise Invalid(f"capture is {', '.join(map(repr, _CAPTURES))}, and not {capture!r}")
-        await self.confirmed()
-        if capture == "copy":
-            return await loop.call(self._copy(call)), None
-        if (memory := _COPIES.get(capture)) is not None:
-            return await self._begin_with_copies(loop, call, memory), None
-        return await self._begin(loop, call, lazily=capture == "lazy")
+        begun = Latch()
+        try:
+            call = _Call(
+                step,
+                tree,
+                checked_metrics(metrics),
+                overwrite,
+                checked_patterns("replicated", replicated),
+                streams,
+                begun,
+            )
+            if capture not in _CAPTURES:
+                raise Invalid(f"capture is {', '.join(map(repr, _CAPTURES))}, and not {capture!r}")
+            await self.confirmed()
+            if capture == "copy":
+                return await loop.call(self._copy(call)), None
+            if (memory := _COPIES.get(capture)) is not None:
+                return await self._begin_with_copies(loop, call, memory), None
+            return await self._begin(loop, call, lazily=capture == "lazy")
+        except BaseException as error:
+            reason = error  # which the block forgets when it ends
+            loop.soon(lambda: begun.is_open or self._not_begun(step, reason))
+            raise
 
     async def confirmed(self) -> None:
         """Confirm the lazy saves, on the trainer's thread: it has called the store, and changes nothing meanwhile."""
@@ -131,6 +147,7 @@ class Captures:
             if call.streams:
                 flat = await in_thread(made_ready, flat, call.streams)
             await self._resolve_lazy()  # of calls since this one, which it would wait for
+            call.begun.open()
             return await self._made(call, flat, origin, Moment())
         finally:
             self._awaited.discard(task)
@@ -186,6 +203,7 @@ class Captures:
             if lazy is not None:
                 lazy.returns(stall)
             moment = lazy or Moment(stall=stall)
+            call.begun.open()
             return self._start(call.step, partial(self._made, call, flat, origin, moment), origin, moment)
 
         try:

@@ -150,7 +150,7 @@ class Votes:
         self._saving.discard(attempt)
         self._missed.pop(attempt, None)
         save = Save(0, self._state.branch.last_serial, failure=Failure.of(error), gone=self._gone())
-        self._group.start(self._say(attempt, StepId(0, step), save), f"vote on step {step}")
+        self._group.start_last(self._say(attempt, StepId(0, step), save), f"vote on step {step}")
 
     async def _say(self, attempt: str, step: StepId, save: Save) -> None:
         if self._group.coordinates:
@@ -257,10 +257,9 @@ class Votes:
     async def _gather(self, attempt: str, saves: dict[int, Save]) -> None:
         """Collect the votes of all ranks; raises when not all have saved the same step."""
         group = self._group
-        mine = encode(saves[COORDINATOR])
         missing: Sequence[int] = ()
         try:
-            came = await group.gather(f"saved/{attempt}", mine)
+            came = await group.gather(f"saved/{attempt}", encode(saves[COORDINATOR]))
         except RanksMissing as error:
             came, missing = error.came, error.ranks
         saves.update({rank: decode(data, Save) for rank, data in came.items()})
@@ -287,7 +286,9 @@ class Votes:
             raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
 
     def _after(self, saves: Mapping[int, Save]) -> int:
-        """The serial that all ranks continue from; rank 0 may have made one save less than the others."""
+        """The serial that all ranks continue from; rank 0 may have made one save less than those that are missing."""
+        if len(saves) == self._group.size and len({save.serial for save in saves.values()} - {0}) < 2:
+            return max(save.serial or save.last_serial for save in saves.values())  # what they save since counts alike
         known = max(self._state.branch.last_serial, *(max(save.serial, save.last_serial) for save in saves.values()))
         return known if saves[COORDINATOR].serial else known + 1
 

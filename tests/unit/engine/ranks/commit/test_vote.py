@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,8 +17,9 @@ from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
 from support.limits import limit
 from support.scenes import SOON, ram
 
-from tieredckpt import Shard
-from tieredckpt.errors import NotFound, RanksUnavailable
+from tieredckpt import CheckpointStore, Shard
+from tieredckpt.checkpoint import Checkpoint
+from tieredckpt.errors import Conflict, Invalid, NotFound, RanksUnavailable
 from tieredckpt.events import CommitFailed, SaveSkipped, StepCommitted, StepEvicted
 from tieredckpt.testing.faulty import Hold
 
@@ -252,6 +255,65 @@ async def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_words(place: 
             assert event.ranks == (1,)
             assert "the device is gone" in event.reason
         await works(ranks, 3)
+
+
+@pytest.mark.parametrize("hurt", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "capture", "told"),
+    [
+        ({"own": {"bad": object()}}, "copy", "own/bad"),
+        ({"own": {"bad": object()}}, "lazy", "own/bad"),
+        ({}, "reference", "needs immutable arrays"),
+        ({}, "copy", "CancelledError"),
+    ],
+    ids=["leaf", "leaf of a lazy save", "mutable", "cancelled"],
+)
+async def test_a_save_that_one_rank_cannot_begin_fails_on_the_others_at_once(
+    place: Place, change: dict[str, Any], capture: Any, told: str, hurt: int
+) -> None:
+    """Promise 5: they waited for its vote as long as for a rank that has died, and lost the next save too."""
+    async with place.open() as ranks:
+        others = [rank for rank in range(SIZE) if rank != hurt]
+        checkpoints = await ranks.save(1, ranks=others)
+        busy = threading.Event()
+        ranks[hurt]._life.loop.soon(lambda: busy.wait(SOON))
+        saving = asyncio.create_task(ranks[hurt].save(1, part(1, hurt, SIZE) | change, capture=capture))
+        await asyncio.sleep(0.05)
+        if told == "CancelledError":
+            saving.cancel()
+        busy.set()
+        with pytest.raises((Invalid, asyncio.CancelledError)):
+            await saving
+        begin = time.monotonic()
+        for event in await ranks.failed(others, step=1):
+            assert event.ranks == (hurt,)
+            assert f"rank {hurt}: " in event.reason
+            assert told in event.reason
+        for checkpoint in checkpoints:
+            with pytest.raises(RanksUnavailable, match=f"rank {hurt} has not saved it"):
+                await checkpoint.reached("disk")
+        assert time.monotonic() - begin < SOON / 4
+        await ranks.failed([hurt], step=1)
+        await works(ranks, 2)
+
+
+@pytest.mark.parametrize("call", ["invalid", "saved before"])
+async def test_a_save_that_no_rank_can_make_costs_no_other(place: Place, call: str) -> None:
+    """Whenever each of them hears of it, they number the saves that they go on to make alike."""
+    async with place.open() as ranks:
+        await works(ranks, 1)
+
+        async def save(store: CheckpointStore, rank: int) -> list[Checkpoint]:
+            tree = part(1, rank, SIZE)
+            with pytest.raises((Conflict, Invalid)):
+                await store.save(
+                    1 if call == "saved before" else 2, tree | ({"bad": object()} if call == "invalid" else {})
+                )
+            await asyncio.sleep(0.05 * rank)
+            return [await store.save(step, part(step, rank, SIZE)) for step in (2, 3)]
+
+        for checkpoints in await ranks.all(save):
+            await ranks.reached(checkpoints, "disk")
 
 
 async def test_what_is_given_up_leaves_its_memory(place: Place) -> None:
