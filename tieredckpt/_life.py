@@ -93,6 +93,13 @@ class StoreLife:
         await self.open_engine.captures.confirmed()
         return await self.call(work)
 
-    async def look(self, work: Callable[[Engine], Coroutine[Any, Any, T]], *, packs: bool = False) -> T:
-        """`call`, for work that tells what the store holds now; ``packs``: also how much of each tier it takes."""
+    async def look(
+        self, work: Callable[[Engine], Coroutine[Any, Any, T]], *, packs: bool = False, repair: bool = False
+    ) -> T:
+        """`call`, for work that tells what the store holds now.
+
+        ``packs``: also how much of each tier it takes. ``repair``: it may wait as that of `change`.
+        """
+        if repair:
+            await self.open_engine.captures.confirmed()
         return await self.call(lambda engine: engine.mode.looking(lambda: work(engine), packs=packs))

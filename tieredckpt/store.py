@@ -382,7 +382,7 @@ class CheckpointStore:
         """
         step = None if step is None else checked_step(step)
         return await self._life.look(
-            lambda engine: engine.admin.verify(step, serial, tier, repair=repair, progress=progress)
+            lambda engine: engine.admin.verify(step, serial, tier, repair=repair, progress=progress), repair=repair
         )
 
     async def scrub(
@@ -394,6 +394,5 @@ class CheckpointStore:
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
         """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
-        return await self._life.look(
-            lambda engine: engine.admin.scrub(tier, repair=repair, rate=rate, progress=progress), packs=True
-        )
+        look = partial(self._life.look, packs=True, repair=repair)
+        return await look(lambda engine: engine.admin.scrub(tier, repair=repair, rate=rate, progress=progress))

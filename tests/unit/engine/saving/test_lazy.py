@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.devices import EVERY_KIND, rig
-from support.insight import tier_of
+from support.insight import flip_chunk, tier_of
 from support.scenes import CHUNK, SOON, Heard, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore, Closed, DeviceUnavailable, Invalid
@@ -263,6 +263,8 @@ CALLS: dict[str, Callable[[CheckpointStore, Checkpoint], Awaitable[object]]] = {
     "delete": lambda store, earlier: store.delete(1),
     "evict": lambda store, earlier: store.evict(1, "disk"),
     "promote": lambda store, earlier: store.promote(2, "disk"),
+    "scrub": lambda store, earlier: store.scrub("disk", repair=True),
+    "verify": lambda store, earlier: store.verify(2, "disk", repair=True),
 }
 
 
@@ -277,6 +279,8 @@ async def test_a_lazy_save_past_ram_is_confirmed_by_a_call_that_waits_for_its_ti
         earlier = await store.save(2, {"w": full(2)[:CHUNK]})
         if call != "promote":
             await earlier.reached("disk")
+        if call in ("scrub", "verify"):
+            await flip_chunk(store, "disk", 2, "w")
         array = np.arange(SIZE, dtype=np.int64)
         await store.save(3, {"w": array}, capture="lazy")
         while not tier_of(store, "disk").packs.guard.locked():
