@@ -142,6 +142,8 @@ class CollectiveRestores:
                 if self._reading:
                     await self._peers.decline(self._peers.leave())
                 raise
+            if self._reading:  # no array, perhaps, and so in no exchange
+                await self._peers.decline(self._peers.leave())
             return b""
 
         async with self._guards_restore:

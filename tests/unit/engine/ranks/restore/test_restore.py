@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cohort import DEADLINE, Cohort, assert_whole, blank, cohort, common, part, whole
+from support.cohort import COLUMNS, DEADLINE, ROWS, Cohort, assert_whole, blank, cohort, common, part, whole
 from support.insight import mapped_below
-from support.scenes import config, folder
+from support.scenes import SOON, config, folder
 
 from tieredckpt import CheckpointStore, Shard, Sharded
 from tieredckpt.engine.tier import step_index
@@ -240,6 +240,23 @@ async def test_a_part_of_the_tree_is_enough_for_a_rank_that_needs_no_more(place:
         assert found[1] is not None
         np.testing.assert_array_equal(found[0].tree["common"], common(1))
         np.testing.assert_array_equal(found[1].tree["own"]["rank0"], np.arange(5))
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+async def test_a_rank_that_reads_no_array_keeps_the_others_from_none(place: Place, looks: int) -> None:
+    """They waited for its part in the exchange of chunks as for a rank that has died; for rank 0, until all failed."""
+    async with place.open(3, nodes=["a", "b", "c"]) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+
+        async def restore(store: CheckpointStore, rank: int) -> Any:
+            return await store.restore(1, as_="specs" if rank == looks else None)
+
+        async with asyncio.timeout(SOON / 4):
+            restored = await ranks.all(restore)
+        for rank, each in enumerate(restored):
+            if rank != looks:
+                assert_whole(each, 1)
+        assert restored[looks].tree["w"].shape == (ROWS, COLUMNS)
 
 
 async def test_views_of_ram_are_given_of_what_lies_there(place: Place) -> None:
