@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.agent import messages
@@ -75,6 +76,8 @@ class Service:
                     case messages.Request():
                         task = asyncio.create_task(self._answer(message), name=f"tieredckpt request {message.number}")
                         self._work[message.number] = task
+                        # Not in the task itself: one that is cancelled before it begins runs none of its lines.
+                        task.add_done_callback(partial(self._ended, message.number))
                     case messages.Cancel():
                         if (cancelled := self._work.get(message.number)) is not None:
                             cancelled.cancel()
@@ -129,9 +132,11 @@ class Service:
             failure = Failure.of(error)
         finally:
             progress.send()
-            self._work.pop(request.number, None)
         self._send_deltas()  # so that the caller finds it done
         self._wire.send(messages.Response(request.number, value, failure))
+
+    def _ended(self, number: int, _: asyncio.Task[None]) -> None:
+        del self._work[number]
 
     async def _execute(self, operation: messages.Operation, progress: Callable[[int], None]) -> object:
         engine, state, admin = self._engine, self._state, self._engine.admin
