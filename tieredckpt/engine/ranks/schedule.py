@@ -12,6 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.policies import save_is_due
@@ -29,8 +30,9 @@ _REMEMBERED = 10_000
 
 
 class Plan:
-    """The steps that all ranks are to save, as one rank knows them. `due` is called from the trainer's thread.
+    """The steps that all ranks are to save, as one rank knows them.
 
+    `due` is called from the trainer's thread, perhaps while the engine's is in `received`: who removes an order has it.
     ``send`` sends an order to the other ranks; rank 0 alone calls it.
     """
 
@@ -50,8 +52,8 @@ class Plan:
         """Whether all ranks save after ``step``."""
         self._asked.append(step)
         self._begin = self._begin or (time.monotonic(), step)
-        if self._planned and step >= self._planned[0]:
-            self._planned.popleft()
+        planned = next(iter(tuple(self._planned)), None)
+        if planned is not None and step >= planned and self._take(planned):
             return True
         if save_is_due(self._state, step, after=0.0) and save_is_due(self._state, step, after=_EVER):
             return True
@@ -70,12 +72,23 @@ class Plan:
 
     def received(self, at: int) -> int | None:
         """Apply rank 0's order; returns the step to give up if this rank has passed it already."""
-        late = next((step for step in tuple(self._asked) if step >= at), None)
+        late = self._passed(at)
         if late is None:
             self._planned.append(at)
-            return None
+            late = self._passed(at)  # before `due` could see the order
+            if late is None or not self._take(at):
+                return None
         _log.warning("the order to save step %d came too late", late)
         return late
+
+    def _passed(self, at: int) -> int | None:
+        return next((step for step in tuple(self._asked) if step >= at), None)
+
+    def _take(self, at: int) -> bool:
+        with suppress(ValueError):  # the other thread has it
+            self._planned.remove(at)
+            return True
+        return False
 
     def failed(self, step: int) -> None:
         """Note that a save was aborted: if it was ordered, perhaps too late, so the next order has more time."""

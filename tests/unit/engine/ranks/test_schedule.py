@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.cohort import Cohort, cohort, part
 from support.limits import limit
 
+from tieredckpt.engine.ranks import schedule
 from tieredckpt.events import CommitFailed, StepCommitted
 
 SIZE = 3
@@ -116,3 +118,27 @@ async def test_a_rank_that_failed_to_save_keeps_step_with_the_schedule_of_the_ot
         await ranks.failed(step=10)
         assert not any(store.due(11) for store in ranks.stores)
         assert all(store.due(20) for store in ranks.stores)
+
+
+def test_an_order_that_comes_while_the_trainer_asks_about_its_step_is_kept_or_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Never taken for a later step: the others would wait for this rank's part of theirs, and it for theirs."""
+    monkeypatch.setattr(schedule, "save_is_due", lambda state, step, **_: False)
+    plan = schedule.Plan(cast(Any, None), coordinates=False, send=lambda step: None)
+
+    class AskedMeanwhile(deque[int]):
+        """The trainer's thread runs between two lines of the engine's."""
+
+        def append(self, at: int) -> None:
+            if at == 5:
+                assert not plan.due(at)
+            super().append(at)
+            if at == 7:
+                assert plan.due(at)
+
+    plan._planned = AskedMeanwhile()
+    assert plan.received(5) == 5
+    assert not plan.due(6)
+    assert plan.received(7) is None
+    assert not plan.due(8)
