@@ -31,7 +31,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import decode, encode
-from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.encoding import PLAIN
 from tieredckpt.format.manifest import StepId, StepRecord, decode_step, encode_step
@@ -231,20 +231,33 @@ class CollectiveRestores:
     async def _pass_index(self, topic: str, chosen: Chosen) -> tuple[bytes, bytes]:
         """Send the index of the chosen step from rank 0 to all ranks."""
         group, total = self._group, sum(chosen.sizes)
-        count = -(-total // _PIECE)
+        topics = [f"{topic}/index/{piece}" for piece in range(-(-total // _PIECE))]
         if group.coordinates:
-            data = self._index[0] + self._index[1]
-            self._index = (b"", b"", "")
-            for piece in range(count):
-                part = data[piece * _PIECE : (piece + 1) * _PIECE]
-                await group.communicator.send(group.others, f"{topic}/index/{piece}", part)
+            sent = 0
+            try:
+                data = self._index[0] + self._index[1]
+                for each in topics:
+                    await group.communicator.send(group.others, each, data[sent * _PIECE : (sent + 1) * _PIECE])
+                    sent += 1
+            except BaseException:
+                # The piece under way may have come to some.
+                group.start_last(self._break_off(topics[sent : sent + 2]), f"leaving of {topic}")
+                raise
+            finally:
+                self._index = (b"", b"", "")
         else:
-            pieces = [
-                await group.communicator.recv(COORDINATOR, f"{topic}/index/{piece}", timeout=group.deadline)
-                for piece in range(count)
-            ]
+            pieces = []
+            for each in topics:
+                pieces.append(await group.communicator.recv(COORDINATOR, each, timeout=group.deadline))
+                if not pieces[-1]:
+                    raise RanksUnavailable(f"rank {COORDINATOR} has given up {each!r}", [COORDINATOR])
             data = b"".join(pieces)
         return data[: chosen.sizes[0]], data[chosen.sizes[0] :]
+
+    async def _break_off(self, topics: Sequence[str]) -> None:
+        """At rank 0: send nothing more of an index that the others wait for."""
+        for topic in topics:
+            await self._group.communicator.send(self._group.others, topic, b"")
 
 
 async def _said(asked: _Asked) -> bytes:

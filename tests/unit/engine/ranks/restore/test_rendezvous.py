@@ -12,6 +12,7 @@ from support.scenes import SOON, crash
 
 from tieredckpt.checkpoint import Restored
 from tieredckpt.engine.ranks.messages import Chosen
+from tieredckpt.engine.ranks.restore import restore
 from tieredckpt.errors import Closed, Corrupt, RanksUnavailable
 
 
@@ -88,6 +89,27 @@ async def test_a_restore_that_is_cancelled_on_one_rank_fails_at_once_on_all(
         for restored in await ranks.restored():
             assert_whole(restored, 1)
         await ranks.reached(await ranks.save(2), "disk")
+
+
+async def test_a_restore_that_is_cancelled_while_rank_0_sends_the_index_fails_at_once_on_all(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "_PIECE", 500)
+    async with cohort(3, shared_memory, tmp_path / "disk", rank_deadline=4 * SOON) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        held = ranks.world.hold(0, "send", topic="restore/*/index/2")
+        restoring = [asyncio.create_task(store.restore()) for store in ranks.stores]
+        await held.reached()
+        restoring[0].cancel()
+        await asyncio.wait(restoring[:1])
+        held.release()
+        async with asyncio.timeout(SOON / 2):
+            _, *outcomes = await asyncio.gather(*restoring, return_exceptions=True)
+        for outcome in outcomes:
+            assert isinstance(outcome, RanksUnavailable)
+            assert "rank 0 has given up" in str(outcome)
+        for restored in await ranks.restored():
+            assert_whole(restored, 1)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
