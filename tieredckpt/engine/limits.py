@@ -85,6 +85,8 @@ class Limits:
     """Largest message of a bulk transfer between ranks whose communicator has messages alone."""
     schedule_ahead: float = 1.0
     """That a message is given to reach all ranks, at first."""
+    save_again: float = 2.0
+    """That a rank which could not begin a save is given to call it again, before the others are told."""
     ask_rank_0_again: float = 5.0
     """That a rank gives rank 0 to bring a step to a tier, before it asks again."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from tieredckpt.concurrency import in_thread
 from tieredckpt.config import TierConfig
 from tieredckpt.config.kinds import kind_of
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.mode.alone import Alone, Changed
 from tieredckpt.engine.ranks.group import Group
@@ -71,6 +73,8 @@ class AmongRanks(Alone):
         state.membership = Membership(group.rank, group.size, tuple(group.local_ranks), state.membership.role)
         self.ranked = Ranked(state, collector, group, open_tiers, partial(look_up, state), promote_at_once)
         self.report_stuck = self.ranked.report_stuck
+        self._refused: tuple[int, BaseException, asyncio.TimerHandle] | None = None
+        """The save that this rank could not begin, why, and what tells the others; none once they know."""
         super().__init__(state, collector)
 
     def _make_slower_tiers(self) -> SlowerTiers:
@@ -80,6 +84,7 @@ class AmongRanks(Alone):
         await self.ranked.open()
 
     async def leave(self, *, done: bool, in_order: bool) -> None:
+        self._refuse()
         if in_order:
             await self.ranked.group.part()
 
@@ -96,11 +101,24 @@ class AmongRanks(Alone):
         save: Callable[..., Awaitable[Saved]],
         origin: Origin | None,
     ) -> Saved:
+        self._refuse(but=step)
         return await self.ranked.save(step, flat, (*self.state.config.replicated, *replicated), save, origin)
 
     def not_begun(self, step: int, error: BaseException) -> None:
-        self.ranked.count_as_saved(step, self.state.branch.origin)
-        self.ranked.give_up(step, error)
+        self._refuse(but=step)
+        # Not at once: who is told what cannot be stored may leave it out and save the step again.
+        timer = asyncio.get_running_loop().call_later(limits.in_force.save_again, self._refuse)
+        self._refused = step, error, timer
+
+    def _refuse(self, *, but: int | None = None) -> None:
+        """Vote no on the save that could not begin, unless it is of the step ``but``, which is made after all."""
+        if self._refused is None:
+            return
+        (step, error, timer), self._refused = self._refused, None
+        timer.cancel()
+        if step != but:
+            self.ranked.count_as_saved(step, self.state.branch.origin)
+            self.ranked.give_up(step, error)
 
     def is_due(self, step: int) -> bool:
         return self.ranked.plan.due(step)
@@ -121,6 +139,7 @@ class AmongRanks(Alone):
         await wait(partial(self.ranked.heard_more, step, since=time.monotonic()))
 
     async def drained(self) -> None:
+        self._refuse()
         await self.ranked.drained()
 
     async def told(self) -> None:

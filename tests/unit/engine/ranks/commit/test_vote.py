@@ -297,6 +297,18 @@ async def test_a_save_that_one_rank_cannot_begin_fails_on_the_others_at_once(
         await works(ranks, 2)
 
 
+@pytest.mark.parametrize("hurt", [0, 1])
+async def test_a_save_that_a_rank_calls_again_without_what_was_refused_is_made_by_all(place: Place, hurt: int) -> None:
+    async with place.open() as ranks:
+        others = [rank for rank in range(SIZE) if rank != hurt]
+        checkpoints = await ranks.save(1, ranks=others)
+        with pytest.raises(Invalid, match="bad"):
+            await ranks[hurt].save(1, part(1, hurt, SIZE) | {"bad": object()})
+        checkpoints.append(await ranks[hurt].save(1, part(1, hurt, SIZE)))
+        await ranks.reached(checkpoints, "disk")
+        await works(ranks, 2)
+
+
 @pytest.mark.parametrize("call", ["invalid", "saved before"])
 async def test_a_save_that_no_rank_can_make_costs_no_other(place: Place, call: str) -> None:
     """Whenever each of them hears of it, they number the saves that they go on to make alike."""
