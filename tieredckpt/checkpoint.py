@@ -76,6 +76,8 @@ class Checkpoint:
     async def reached(self, tier: str) -> None:
         """Return when ``tier`` holds this step as durably as the tier can. Of a lazy save, it is `captured` first.
 
+        So is a later lazy save that is larger than RAM, for which this one would wait.
+
         Raises:
             NotFound: it will not get there: it is not due on that tier, was skipped or evicted; or no such tier.
             TieredCkptError: the error that keeps the tier from it; the store goes on trying.
@@ -83,6 +85,7 @@ class Checkpoint:
         """
         if self._lazy is not None:
             await self._lazy.captured()
+        await self._engine.captures.confirmed_past_ram()
         await self._loop.call(self._reached(tier))
 
     async def _reached(self, tier: str) -> None:

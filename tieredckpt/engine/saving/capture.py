@@ -126,15 +126,25 @@ class Captures:
                 return await self._begin_with_copies(loop, call, memory), None
             return await self._begin(loop, call, lazily=capture == "lazy")
         except BaseException as error:
-            reason = error  # which the block forgets when it ends
-            loop.soon(lambda: begun.is_open or self._not_begun(step, reason))
+            loop.soon(partial(self._refused, begun, step, error))  # in no variable, which its traceback would refer to
             raise
+
+    def _refused(self, begun: Latch, step: int, error: BaseException) -> None:
+        if not begun.is_open:
+            self._not_begun(step, error)
 
     async def confirmed(self) -> None:
         """Confirm the lazy saves, on the trainer's thread: it has called the store, and changes nothing meanwhile."""
         for lazy in tuple(self._lazy):
             with suppress(TieredCkptError):
                 await lazy.captured()
+
+    async def confirmed_past_ram(self) -> None:
+        """Confirm those of them for which other steps wait on their way to a tier, and no others: who waits for such a
+        step may be a task beside the trainer, which goes on.
+        """
+        for lazy in tuple(self._lazy):
+            await lazy.captured_past_ram()
 
     async def _copy(self, call: _Call) -> Saved:
         """Save, and return when it is done."""

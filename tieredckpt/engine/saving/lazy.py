@@ -58,6 +58,7 @@ class LazyMoment(Moment):
         self._digests_now = digests_now
         self._before = [(leaf, _look(leaf)) for leaf in leaves]
         self._copied = Latch()
+        self._past_ram = False
         self._confirmed = Latch()
         self._error: Exception | None = None
         self._guards_outcome = threading.Lock()
@@ -78,8 +79,9 @@ class LazyMoment(Moment):
 
     # -- of the engine ------------------------------------------------------------------------------------
 
-    async def copied(self, snapshot: Snapshot, located: Located) -> None:
+    async def copied(self, snapshot: Snapshot, located: Located, *, past_ram: bool) -> None:
         """All is copied: return when the trainer has confirmed it. Raises `Invalid`, naming what has changed."""
+        self._past_ram = past_ram
         if self._digests is not None and not self._confirmed.is_open:
             self._fail(await self._differ(self._digests, snapshot.digests_copied(located)))
         self._copied.open()
@@ -104,6 +106,13 @@ class LazyMoment(Moment):
         self._copied.open()
         self._confirmed.open()
         self._before = []  # whoever keeps the checkpoint keeps no arrays
+
+    async def captured_past_ram(self) -> None:
+        """As `captured` if it was copied to a slower tier, where it keeps other steps waiting. Raises nothing."""
+        with suppress(TieredCkptError):
+            await _opened(self._copied)
+            if self._past_ram:
+                self._confirm()
 
     async def resolve(self) -> None:
         """As `captured`, where the trainer waits for a call of the store. Raises nothing."""

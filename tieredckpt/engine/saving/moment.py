@@ -29,8 +29,11 @@ class Moment:
         """Whether the arrays are still what is to be saved."""
         return True
 
-    async def copied(self, snapshot: Snapshot, located: Located) -> None:
-        """All is copied: return when it may be committed. Raises for arrays that have changed."""
+    async def copied(self, snapshot: Snapshot, located: Located, *, past_ram: bool) -> None:
+        """All is copied, ``past_ram`` to a slower tier, which takes nothing else until this one is committed.
+
+        Returns when it may be. Raises for arrays that have changed.
+        """
 
     def ended(self, error: Exception | None) -> None:
         """The save has ended, with that error if any."""

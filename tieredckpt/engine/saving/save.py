@@ -196,7 +196,7 @@ class Writer:
         async with AsyncExitStack() as until_committed:
             tier, ram, located, written = await self._place(snapshot, refusals, until_committed)
             try:
-                await moment.copied(snapshot, located)
+                await moment.copied(snapshot, located, past_ram=ram is None)
                 index = partial(self._index, identity, flat, snapshot, metrics, located)
                 if tier.in_memory:  # where the hand-over from thread to thread would take a good part of a commit
                     until_committed.enter_context(self._state.ram_gate.saving())

@@ -257,8 +257,8 @@ async def test_ram_that_is_made_anew_under_a_save_holds_no_step_of_bytes_that_ar
     kind = LazyMoment if capture == "lazy" else Moment
     copied = kind.copied
 
-    async def copied_and_gone(moment: Any, *arguments: Any) -> None:
-        await copied(moment, *arguments)
+    async def copied_and_gone(moment: Any, *arguments: Any, **more: Any) -> None:
+        await copied(moment, *arguments, **more)
         monkeypatch.undo()
         shutil.rmtree(shared_memory / "of-test" / "ram")
         await store._life.engine._reconnect(store._life.engine.state.tiers[0])
