@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.wrap import Deadline, Retrying
 from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
-from tieredckpt.errors import Invalid, TierUnavailable
+from tieredckpt.errors import Invalid, NotFound, TierUnavailable
 from tieredckpt.format import layout
 
 __all__ = ["AZURE", "GCS", "S3"]
-
-_OF_A_STORE = (layout.MARKER, layout.STEPS, layout.PACKS)
-"""How keys begin that no store is without, unless it is empty; the steps tell whose it is where the marker is lost."""
 
 
 async def _open(tier: ObjectTier, *, read_only: bool = False) -> BlobStore:
@@ -58,9 +56,13 @@ async def _holds_a_store(tier: ObjectTier) -> bool:
         store = Deadline(await _open(tier, read_only=True), tier.name, base=tier.deadline)
     except Invalid:
         return True  # opening it tells why not
+    root = layout.DERIVED if tier.lossy else ""
     try:
-        page = await store.list_at_once("")
-        return page is None or any(info.key.startswith(_OF_A_STORE) for info in page)
+        with suppress(NotFound):
+            await store.stat(root + layout.MARKER)
+            return True
+        steps = await store.list_at_once(root + layout.STEPS)  # which tell whose it is where the marker is lost
+        return steps is None or bool(steps)
     except TierUnavailable:
         return True  # who knows
     finally:

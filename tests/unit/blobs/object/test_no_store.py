@@ -62,3 +62,7 @@ def test_what_lies_below_a_prefix_is_a_store_only_if_it_looks_like_one(s3_place:
     assert not S3.exists(tier)
     put(Bucket=BUCKET, Key=f"{s3_place.prefix}/steps/0000000001-0000000001/manifest.ocdbt", Body=b"")
     assert S3.exists(tier)
+    rounded = S3Tier(name="s3", **s3_place.tier(lossy=[{"keys": ["**"], "max_error": "0.4%"}]))
+    assert not S3.exists(rounded)
+    put(Bucket=BUCKET, Key=f"{s3_place.prefix}/derived/tieredckpt.json", Body=b"{}")
+    assert S3.exists(rounded)
