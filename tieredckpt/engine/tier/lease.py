@@ -33,6 +33,8 @@ from tieredckpt.format import layout
 __all__ = ["Holder", "Lease", "decode_holder", "holder_of", "lives_here"]
 
 _SIZE_MAX = 4096
+_CLOCKS_DIFFER = 3600.0
+"""Seconds by which the clock of a store and that of this host differ at most, where that cannot be asked."""
 _TORN_PAUSES = (0.0, 0.05, 0.2, 0.5)
 """Seconds before each look at a lease that may be being renewed."""
 
@@ -219,7 +221,7 @@ class Lease:
 
     async def _age(self, info: BlobInfo) -> float:
         """Seconds since another lease was written, by the clock of a store that has one; of one that stamps by the
-        clocks of its clients, or is full, by those of two hosts.
+        clocks of its clients, by those of two hosts. Where a full device has no room for asking, at least so many.
         """
         try:
             mine = await self.store.stat(self._key)
@@ -227,7 +229,7 @@ class Lease:
             try:
                 await self.store.put(self._key, [b""])  # what is torn holds nothing yet
             except NoSpace:
-                return time.time() - info.modified
+                return time.time() - info.modified - _CLOCKS_DIFFER
             mine = await self.store.stat(self._key)
         return mine.modified - info.modified
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
+from support.limits import limit
 from support.scenes import SOON, Heard, assert_same, config, folder, leases, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -120,8 +121,11 @@ async def filled(settings: StoreConfig) -> None:
 
 
 @pytest.mark.parametrize("delete", [False, True], ids=["evict", "delete"])
-async def test_a_person_makes_room_on_a_device_that_has_none_for_a_lease(disk: Path, delete: bool) -> None:
+async def test_a_person_makes_room_on_a_device_that_has_none_for_a_lease(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, delete: bool
+) -> None:
     """The step left, its packs stayed for `grace`, and the person was told of another writer."""
+    limit(monkeypatch, first_retry=SOON)  # one that came at that moment would read what is there for another writer's
     settings = config({"disk": folder(disk, retain="all")})
     await filled(settings)
     with no_room_on(disk, steps=3):
@@ -253,13 +257,14 @@ async def test_a_step_leaves_a_device_full_to_the_last_byte_whose_last_writer_di
     """As of a job that was queued again, on another node: its age was asked of a file that had no room."""
     settings = config({"disk": folder(disk, retain="all")}, lease_ttl=1.0)
     await filled(settings)
-    holder = lease.holder_of(os.getpid(), time.time() - 60)
+    died = time.time() - 7200
+    holder = lease.holder_of(os.getpid(), died)
     machine = "elsewhere" if foreign else holder.machine
-    dead = msgspec.structs.replace(holder, machine=machine, process_started="long ago", renewed_at=time.time() - 60)
+    dead = msgspec.structs.replace(holder, machine=machine, process_started="long ago", renewed_at=died)
     left = disk / "leases" / ("0" * 16)
     left.parent.mkdir(exist_ok=True)
     left.write_bytes(msgspec.json.encode(dead))
-    os.utime(left, (time.time() - 60,) * 2)
+    os.utime(left, (died, died))
     with no_room_on(disk, steps=3):
         async with CheckpointStore.open(settings) as store:
             await store.evict(1, "disk")
