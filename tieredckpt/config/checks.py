@@ -25,12 +25,14 @@ _FAILURES = (Exception, SystemExit)
 
 def impossible(store: StoreSettings) -> list[Problem]:
     """Problems with which a store cannot work; the configuration is refused."""
-    return [*_conflicts(store), *_shortages(store), *_keeps_nothing(store), *_exports(store)]
+    keeps_nothing = [problem for problem in _keeps_nothing(store) if problem[0][0] == "tiers"]
+    return [*_conflicts(store), *_shortages(store), *keeps_nothing, *_exports(store)]
 
 
 def probable_mistakes(store: StoreSettings) -> list[Problem]:
     """Valid settings that are probably a mistake; they are logged when the store is opened."""
-    found: list[Problem] = [*_fails(store)]
+    # An export may wait for steps that no sample has.
+    found: list[Problem] = [*_fails(store), *(each for each in _keeps_nothing(store) if each[0][0] == "exports")]
     for nearer, slower in combinations(store.tiers, 2):
         if nearer.survives and slower.survives and _SAFETY[slower.survives] < _SAFETY[nearer.survives]:
             text = (

@@ -159,13 +159,17 @@ def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[i
 
 
 def retained(what: str, policy: Retention, tier: TierView, view: StoreView) -> frozenset[int]:
-    """The answer of a retention. Raises `TypeError` for what is no answer, as none of whose members is a serial."""
+    """The answer of a retention. Raises `TypeError` for what is no answer, such as numbers of steps."""
     with Callback(what, policy):
         given = policy.retains(tier, view)
     if not isinstance(given, (AbstractSet, list, tuple)):
         raise TypeError(f"{policy.kind}: retains() gave a {type(given).__name__}, not a frozenset")
     answer = frozenset(given)
-    if answer and all(answer.isdisjoint(view.serials_on(each.name)) for each in view.tiers):
+    if any(not isinstance(each, int) for each in answer) or (
+        answer
+        and all(answer.isdisjoint(view.serials_on(each.name)) for each in view.tiers)
+        and not answer.isdisjoint(step.step for step in view.steps)
+    ):
         raise TypeError(f"{policy.kind}: what retains() gave, such as {next(iter(answer))!r}, is the serial of no step")
     return answer
 
