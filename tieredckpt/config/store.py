@@ -195,14 +195,14 @@ def _offer_policies(data: Mapping[str, Any], folder: Path) -> None:
 
 def _validate(data: Mapping[str, Any], folder: Path) -> StoreConfig:
     """Of the form of a file, or of that of ``model_dump``; problems have their places in that form."""
-    tables = dict.fromkeys(TierConfig.model_fields, "[tiers.NAME]") | dict.fromkeys(StoreConfig.model_fields, "[store]")
-    context = {"folder": folder, "tables": tables}
+    of_store = [name for name in StoreConfig.model_fields if name not in _TABLES]
+    homes = dict.fromkeys(TierConfig.model_fields, "[tiers.NAME]") | dict.fromkeys(of_store, "[store]")
+    context = {"folder": folder, "tables": homes}
     if "store" not in data and isinstance(data.get("tiers"), (list, tuple)):
         return StoreConfig.model_validate(dict(data), context=context)
     wrong: list[Problem] = []
     for name in [name for name in data if name not in ("store", *_TABLES)]:
-        belongs = name in StoreConfig.model_fields
-        hint = "; it belongs in [store]" if belongs else did_you_mean(str(name), ("store", *_TABLES))
+        hint = "; it belongs in [store]" if name in of_store else did_you_mean(str(name), ("store", *_TABLES))
         wrong.append(((str(name),), f"`{name}` is not a table of a configuration{hint}"))
     store = data.get("store", {})
     if not isinstance(store, Mapping):

@@ -317,7 +317,7 @@ def _write(step: StepContent, to: Path, **options: Any) -> dict[str, bytes]:
             if self.coming is None:
                 self.coming = deque(each for each in self.state_dict.values() if id(each) in specs)
                 # At least a byte: memory of none has the stride 0, of which torch makes no view.
-                self.memory = np.empty(max(1, *(each.nbytes for each in self.coming)), np.uint8)
+                self.memory = np.empty(max((each.nbytes for each in self.coming), default=0) or 1, np.uint8)
                 self.tensors = read(tuple(self.coming))
             if self.coming and self.coming[0] is stand_in:
                 self.coming.popleft()

@@ -273,7 +273,9 @@ def _check(policy: object) -> type[Policy]:
 
 
 def _answers_at_once(policy: type[Policy]) -> None:
-    if inspect.iscoroutinefunction(getattr(policy, policy.answer)):  # every coroutine is true, and so always a yes
+    answer = getattr(policy, policy.answer)
+    # A coroutine is true, and so would be a yes each time.
+    if inspect.iscoroutinefunction(answer) or inspect.isasyncgenfunction(answer):
         raise Invalid(
             f"{path_of(policy)}: define {policy.answer}() with `def`, not `async def`: a coroutine is no answer"
         )

@@ -71,7 +71,7 @@ def _only_store(records: Sequence[StepRecord]) -> str | None:
 
 
 async def _newest_records(tier: Tier) -> list[StepRecord]:
-    """Records of the newest steps that can be read. Raises `TierUnavailable` where there are some and none can be."""
+    """Records of the newest steps that can be read. Raises `TierUnavailable` where some cannot be, and none can."""
     found: list[StepId] = []
     async for info in tier.store.list(layout.STEPS):
         folder, _, name = info.key.rpartition("/")
