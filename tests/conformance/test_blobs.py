@@ -17,6 +17,7 @@ from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Retrying
+from tieredckpt.errors import TierUnavailable
 from tieredckpt.testing.backdoor import BackDoor, FolderBackDoor
 from tieredckpt.testing.blobs import BlobStoreTests
 from tieredckpt.testing.faulty import Faulty
@@ -74,6 +75,7 @@ class TestAllWrappers(TestPosixStoreInSharedMemory):
     """In the order in which a tier has them; each passes every call on, so that one that breaks the contract shows."""
 
     direct = False
+    closed = TierUnavailable
 
     def wrapped(self, store: PosixStore) -> BlobStore:
         return Metered(Limited(Retrying(Deadline(Faulty(store), "disk")), operations=2, nbytes=1 << 20))
