@@ -362,6 +362,7 @@ class Mailbox:
         except (Closed, RanksUnavailable):
             raise
         except TieredCkptError as error:
+            self._inbox.check_open()  # else it was closed with this
             raise RanksUnavailable(f"what carries messages between the ranks failed: {error}") from error
 
 
