@@ -17,7 +17,7 @@ from support.frameworks import require
 from support.scenes import config, folder, ram
 from typer.testing import CliRunner
 
-from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, Shard, Sharded, SyncStore
+from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NoSpace, Shard, Sharded, SyncStore
 from tieredckpt.cli.app import app
 from tieredckpt.interchange import export_step, import_step, linked_packs, orbax_write
 
@@ -323,7 +323,7 @@ def test_nothing_appears_where_it_did_not_come_back(
     with pytest.raises(Corrupt, match="did not come back as written"):
         export_step(store, f"orbax:{tmp_path / 'out'}", copy=True)
     monkeypatch.setattr(orbax_write, "write_index", refuse(errno.ENOSPC))
-    with pytest.raises(Invalid, match="No space left"):
+    with pytest.raises(NoSpace, match="No space left"):
         export_step(store, f"orbax:{tmp_path / 'out'}")
     assert sorted(os.listdir(tmp_path)) == ["disk"]
     monkeypatch.undo()
