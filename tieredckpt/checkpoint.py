@@ -85,7 +85,7 @@ class Checkpoint:
         """
         if self._lazy is not None:
             await self._lazy.captured()
-        await self._engine.captures.confirmed_past_ram()
+        await self._engine.captures.confirmed(only_past_ram=True)
         await self._loop.call(self._reached(tier))
 
     async def _reached(self, tier: str) -> None:

@@ -133,18 +133,15 @@ class Captures:
         if not begun.is_open:
             self._not_begun(step, error)
 
-    async def confirmed(self) -> None:
-        """Confirm the lazy saves, on the trainer's thread: it has called the store, and changes nothing meanwhile."""
-        for lazy in tuple(self._lazy):
-            with suppress(TieredCkptError):
-                await lazy.captured()
+    async def confirmed(self, *, only_past_ram: bool = False) -> None:
+        """Confirm the lazy saves, on the trainer's thread: it has called the store, and changes nothing meanwhile.
 
-    async def confirmed_past_ram(self) -> None:
-        """Confirm those of them for which other steps wait on their way to a tier, and no others: who waits for such a
-        step may be a task beside the trainer, which goes on.
+        With ``only_past_ram`` only those for which other steps wait on their way to a tier: who waits for such a step
+        may be a task beside the trainer, which goes on.
         """
         for lazy in tuple(self._lazy):
-            await lazy.captured_past_ram()
+            with suppress(TieredCkptError):
+                await lazy.captured(only_past_ram=only_past_ram)
 
     async def _copy(self, call: _Call) -> Saved:
         """Save, and return when it is done."""

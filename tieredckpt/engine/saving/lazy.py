@@ -107,13 +107,6 @@ class LazyMoment(Moment):
         self._confirmed.open()
         self._before = []  # whoever keeps the checkpoint keeps no arrays
 
-    async def captured_past_ram(self) -> None:
-        """As `captured` if it was copied to a slower tier, where it keeps other steps waiting. Raises nothing."""
-        with suppress(TieredCkptError):
-            await _opened(self._copied)
-            if self._past_ram:
-                self._confirm()
-
     async def resolve(self) -> None:
         """As `captured`, where the trainer waits for a call of the store. Raises nothing."""
         with suppress(TieredCkptError):
@@ -122,8 +115,10 @@ class LazyMoment(Moment):
 
     # -- of the trainer -----------------------------------------------------------------------------------
 
-    async def captured(self) -> None:
+    async def captured(self, *, only_past_ram: bool = False) -> None:
         """Return when the arrays may change; called while nothing changes them.
+
+        With ``only_past_ram`` it is confirmed only where it was copied to a slower tier, and keeps other steps waiting.
 
         Raises:
             Invalid: an array, which is named, changed before.
@@ -132,7 +127,8 @@ class LazyMoment(Moment):
         begin = time.monotonic()
         self._loop.thread.check_process()
         await _opened(self._copied)  # and no call of the loop, which a store that is closing refuses
-        self._confirm(time.monotonic() - begin)
+        if self._past_ram or not only_past_ram:
+            self._confirm(time.monotonic() - begin)
 
     def captured_blocking(self) -> None:
         """`captured` without an event loop."""

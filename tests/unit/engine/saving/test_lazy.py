@@ -24,6 +24,7 @@ from support.scenes import CHUNK, SOON, Heard, config, folder, new_shared_folder
 from tieredckpt import CheckpointStore, Closed, DeviceUnavailable, Invalid
 from tieredckpt.checkpoint import Checkpoint
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.loop import EngineThread
 from tieredckpt.engine.saving import capture, lazy, save
 from tieredckpt.events import SaveFailed
 from tieredckpt.testing.devices import FakeArray, FakeDriver
@@ -289,6 +290,23 @@ async def test_a_lazy_save_past_ram_is_confirmed_by_a_call_that_waits_for_its_ti
         await CALLS[call](store, earlier)
         await store.flush()
         assert await store.where(3) == ("disk",)
+
+
+async def test_a_forked_process_that_waits_for_an_earlier_step_is_told_so(
+    tiers: StoreConfig, held_back: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of a lazy save goes on in the parent alone: who waited for it here would wait for ever."""
+    async with CheckpointStore.open(tiers) as store:
+        held_back.set()
+        earlier = await store.save(1, {"w": full(1)})
+        held_back.clear()
+        await store.save(2, {"w": full(2)}, capture="lazy")
+        with monkeypatch.context() as child:
+            child.setattr(EngineThread, "was_forked", True)
+            async with asyncio.timeout(10):
+                with pytest.raises(Closed, match="a forked process has no part"):
+                    await earlier.reached("ram")
+        held_back.set()
 
 
 async def test_a_task_that_waits_for_an_earlier_step_confirms_no_lazy_save_in_ram(
