@@ -58,6 +58,6 @@ def plain(path: Path) -> Path:
     """The path of a file to read, which need not be there. Raises `Corrupt` for anything else: a named pipe would be
     waited for, and a device may have no end.
     """
-    if path.exists() and not path.is_file():
+    if not path.is_file() and path.exists():
         raise Corrupt(f"{path} is no plain file")
     return path

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tieredckpt.blobs.posix.files import sync_folder
+from tieredckpt.blobs.posix.files import is_full, sync_folder
 from tieredckpt.engine.exporting.folder import FolderFiles, flush_tree
 from tieredckpt.engine.inventory import Scalar, StepInfo
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound
@@ -168,8 +168,7 @@ def _new(to: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise (NoSpace if full else Invalid)(f"{to} cannot be written: {error.strerror or error}") from error
+        raise (NoSpace if is_full(error) else Invalid)(f"{to} cannot be written: {error.strerror or error}") from error
 
 
 def _link_or_rename(unfinished: Path, to: Path) -> None:

@@ -17,7 +17,17 @@ from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
 from tieredckpt.blobs.posix.transfer import O_DIRECT
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 
-__all__ = ["describe", "foreign", "is_folder", "new_temporary", "open_regular", "probe", "sync_folder", "unusable"]
+__all__ = [
+    "describe",
+    "foreign",
+    "is_folder",
+    "is_full",
+    "new_temporary",
+    "open_regular",
+    "probe",
+    "sync_folder",
+    "unusable",
+]
 
 _CANNOT_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """What fsync(2) of a folder gets where there is none, as on AFS, SMB and some of FUSE."""
@@ -41,6 +51,11 @@ def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
             return Invalid(what)
         case _:
             return TierUnavailable(f"{what}; check that the file system is mounted and healthy")
+
+
+def is_full(error: OSError) -> bool:
+    """Whether it tells that a device, or a quota on it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def unusable(error: OSError, path: Path) -> TierUnavailable:
@@ -137,7 +152,7 @@ def _takes_direct(path: Path) -> bool:
     try:
         return os.pwritev(fd, [mmap.mmap(-1, ALIGNMENT)], 0) == ALIGNMENT
     except OSError as error:
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # it is full, and refuses nothing else
+        return is_full(error)  # and refuses nothing else
     finally:
         os.close(fd)
 

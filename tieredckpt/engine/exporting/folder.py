@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from tieredckpt.blobs.posix.files import sync_folder
+from tieredckpt.blobs.posix.files import is_full, sync_folder
 from tieredckpt.blobs.posix.stream import Blocks, StreamedFile, new_file
 from tieredckpt.blobs.posix.transfer import Stopped
 from tieredckpt.concurrency import left_behind_after, told_to_end
@@ -216,7 +216,7 @@ def mapped(error: Exception, where: str) -> TieredCkptError:
         return NoSpace(f"{where}: there is no memory for what the format reads at a time: {error}")
     if isinstance(error, OSError):
         text = f"{where} cannot be written: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             return NoSpace(text)
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             return places.other_than(where)

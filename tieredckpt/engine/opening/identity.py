@@ -85,9 +85,8 @@ async def _newest_records(tier: Tier) -> list[StepRecord]:
             records.append(find_record(*await step_index.read(tier, step)))
         except TierUnavailable as error:
             await reads.note(error)
-            continue
         except (Corrupt, NotFound):
-            continue
+            pass
     if reads.failed and not records:  # not to be taken for an empty tier
         raise reads.failed[0]
     return records

@@ -71,7 +71,7 @@ async def _scan(tier: Tier, store: str | None, listed: Sequence[BlobInfo] | None
         if store is not None:
             catalogs = await read_catalogs(tier, store, await _in_folder(tier, layout.CATALOGS, listed))
     footers, records = believed(tier, catalogs, folders)
-    unread = sorted(step for step, files in folders.items() if layout.MANIFEST in files and step not in records)
+    unread = sorted(_committed(folders) - records.keys())
     reads = Reads(tier)
     read = partial(_find_step, reads, folders)
     small: list[StepId] = []
@@ -124,6 +124,14 @@ async def _list_steps(tier: Tier, listed: Sequence[BlobInfo] | None = None) -> d
     return steps
 
 
+def _committed(folders: Mapping[StepId, Mapping[str, BlobInfo]]) -> set[StepId]:
+    return {step for step, files in folders.items() if layout.MANIFEST in files}
+
+
+async def _pack_sizes(tier: Tier) -> dict[str, int]:
+    return {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
+
+
 async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[StepId] = ()) -> bool:
     """Find steps that came to a tier, left it or were committed again since `scan_tier`; reads those alone.
 
@@ -150,7 +158,7 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
         if not new and before.keys() == tier.steps.held.keys() and (before or not had_some):
             break
     if packs and not tier.in_memory:
-        sizes = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
+        sizes = await _pack_sizes(tier)
         for key in tier.packs.sizes.keys() - sizes.keys():
             del tier.packs.sizes[key]
         tier.packs.sizes.update(sizes)
@@ -159,12 +167,10 @@ async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[St
 
 async def is_unchanged(tier: Tier) -> bool:
     """Whether a tier lists the steps and packs that are known there, and no others. Raises as its blob store does."""
-    folders = await _list_steps(tier)
-    committed = {step for step, files in folders.items() if layout.MANIFEST in files}
-    packs = {info.key: info.size async for info in tier.store.list(layout.PACKS) if layout.parse_pack_key(info.key)}
+    folders, packs = await _list_steps(tier), await _pack_sizes(tier)
     known = {*tier.steps.held, *tier.steps.parts, *tier.steps.damaged}
     return (
-        committed == known
+        _committed(folders) == known
         and packs == dict(tier.packs.sizes)
         and all(_is_known(tier, step, folders[step]) for step in tier.steps.held)
     )
@@ -172,7 +178,7 @@ async def is_unchanged(tier: Tier) -> bool:
 
 async def _list_again(tier: Tier, but: Collection[StepId]) -> None:
     folders = await _list_steps(tier)
-    committed = {step for step, files in folders.items() if layout.MANIFEST in files} - {*but}
+    committed = _committed(folders) - {*but}
     unknown = [step for step in committed if not _is_known(tier, step, folders[step])]
     reads, found = Reads(tier), dict[StepId, Held | TieredCkptError | None]()
 
