@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tieredckpt.config.kinds import kind_of
 from tieredckpt.config.store_settings import StoreSettings
@@ -23,16 +23,26 @@ _FAILURES = (Exception, SystemExit)
 """Exceptions of third-party policies that are caught."""
 
 
+class _Asked(NamedTuple):
+    """A retention, as it is asked about a sample."""
+
+    at: Place
+    retain: Retention
+    tiers: tuple[TierView, ...]
+    """All that it sees."""
+    tier: TierView
+    """The one that it is asked about."""
+
+
 def impossible(store: StoreSettings) -> list[Problem]:
     """Problems with which a store cannot work; the configuration is refused."""
-    keeps_nothing = [problem for problem in _keeps_nothing(store) if problem[0][0] == "tiers"]
-    return [*_conflicts(store), *_shortages(store), *keeps_nothing, *_exports(store)]
+    return [*_conflicts(store), *_shortages(store), *_keep_nothing(_of_tiers(store)), *_exports(store)]
 
 
 def probable_mistakes(store: StoreSettings) -> list[Problem]:
     """Valid settings that are probably a mistake; they are logged when the store is opened."""
     # An export may wait for steps that no sample has.
-    found: list[Problem] = [*_fails(store), *(each for each in _keeps_nothing(store) if each[0][0] == "exports")]
+    found: list[Problem] = [*_fails(store), *_keep_nothing(_of_exports(store))]
     for nearer, slower in combinations(store.tiers, 2):
         if nearer.survives and slower.survives and _SAFETY[slower.survives] < _SAFETY[nearer.survives]:
             text = (
@@ -157,8 +167,8 @@ def _meet(one: Path, other: Path) -> bool:
     return one == other or one in other.parents or other in one.parents
 
 
-def _keeps_nothing(store: StoreSettings) -> Iterator[Problem]:
-    for at, retain, tiers, asked in _retentions(store):
+def _keep_nothing(retentions: Iterable[_Asked]) -> Iterator[Problem]:
+    for at, retain, tiers, asked in retentions:
         try:
             views = list(_samples(retain, tiers))
             answers = [retain.retains(asked, view) for view in views]
@@ -183,7 +193,7 @@ def _of_none(answers: Sequence[object], serials: AbstractSet[int]) -> str:
 
 
 def _fails(store: StoreSettings) -> Iterator[Problem]:
-    for at, retain, tiers, asked in _retentions(store):
+    for at, retain, tiers, asked in (*_of_tiers(store), *_of_exports(store)):
         try:
             for view in _samples(retain, tiers):
                 retain.retains(asked, view)
@@ -192,17 +202,24 @@ def _fails(store: StoreSettings) -> Iterator[Problem]:
             yield at, f"{text}; {'what it fails on stays' if at[0] == 'tiers' else 'nothing is exported then'}"
 
 
-def _retentions(store: StoreSettings) -> Iterator[tuple[Place, Retention, tuple[TierView, ...], TierView]]:
-    """Every retention with its place, all tiers as it sees them, and the one that it is asked about."""
-    tiers = tuple(
+def _of_tiers(store: StoreSettings) -> Iterator[_Asked]:
+    tiers = _views(store)
+    for config, tier in zip(store.tiers, tiers, strict=True):
+        yield _Asked(("tiers", config.name, "retain"), config.retain, tiers, tier)
+
+
+def _of_exports(store: StoreSettings) -> Iterator[_Asked]:
+    tiers = _views(store)
+    for export in store.exports:
+        slowest = TierView(f"exports.{export.name}", len(tiers), "node", None, 0, None, healthy=True)
+        yield _Asked(("exports", export.name, "keep"), export.keep, (*tiers, slowest), slowest)
+
+
+def _views(store: StoreSettings) -> tuple[TierView, ...]:
+    return tuple(
         TierView(each.name, index, each.survives or "process", None, 0, None, healthy=True)
         for index, each in enumerate(store.tiers)
     )
-    for config, tier in zip(store.tiers, tiers, strict=True):
-        yield ("tiers", config.name, "retain"), config.retain, tiers, tier
-    for export in store.exports:
-        slowest = TierView(f"exports.{export.name}", len(tiers), "node", None, 0, None, healthy=True)
-        yield ("exports", export.name, "keep"), export.keep, (*tiers, slowest), slowest
 
 
 def _samples(retain: Retention, tiers: tuple[TierView, ...]) -> Iterator[StoreView]:
