@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.frameworks import require
 from support.object_stores import BUCKET, CREDENTIALS, Place
 from support.proxy import Proxy, internal_error, slow_down
 from typer.testing import CliRunner
+
+require("obstore")
 
 from tieredckpt.blobs.object.kind import S3
 from tieredckpt.blobs.object.probe import VERDICT
