@@ -85,6 +85,8 @@ class Limits:
     """Largest message of a bulk transfer between ranks whose communicator has messages alone."""
     schedule_ahead: float = 1.0
     """That a message is given to reach all ranks, at first."""
+    find_within: float = 10.0
+    """That rank 0 is given to tell a rank which chunks a tier has, before the rank writes all of them."""
     save_again: float = 2.0
     """That a rank which could not begin a save is given to call it again, before the others are told."""
     ask_rank_0_again: float = 5.0

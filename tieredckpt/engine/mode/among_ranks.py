@@ -15,6 +15,7 @@ from tieredckpt.config.kinds import kind_of
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.mode.alone import Alone, Changed
+from tieredckpt.engine.ranks.commit.dedupe import Dedupe
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.ranked import Ranked
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
@@ -30,6 +31,7 @@ from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
+from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree.flatten import Flat
 
 __all__ = ["AmongRanks"]
@@ -40,14 +42,24 @@ T = TypeVar("T")
 class SharedTiers(OwnTiers):
     """Slower tiers that rank 0 manages for all ranks. Lives on the engine's loop."""
 
+    def __init__(self, state: State, collector: Collector, dedupe: Dedupe) -> None:
+        super().__init__(state, collector)
+        self._dedupe = dedupe
+
     async def hold_packs(self, tier: Tier, until_committed: AsyncExitStack) -> None:
         """Hold no lock: a commit holds it while it waits for a silent rank, and a save must not wait for that.
 
         ``tier.packs.streamed_to`` lists the packs that the save refers to, and so keeps them from collection.
         """
 
+    async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
+        """See `SlowerTiers.find`; rank 0 alone knows what a shared tier has."""
+        if self._state.manages(tier):
+            return await super().find(tier, sizes)
+        return await self._dedupe.find(tier, sizes)
+
     def add_packs(self, tier: Tier, written: WrittenPacks) -> None:
-        """See `SlowerTiers.add_packs`; rank 0 alone knows what a shared tier has."""
+        """See `SlowerTiers.add_packs`; rank 0 records those of other ranks when it commits."""
         if self._state.manages(tier):
             tier.packs.add(written)
 
@@ -78,7 +90,7 @@ class AmongRanks(Alone):
         super().__init__(state, collector)
 
     def _make_slower_tiers(self) -> SlowerTiers:
-        return SharedTiers(self.state, self.collector)
+        return SharedTiers(self.state, self.collector, self.ranked.dedupe)
 
     async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
         await self.ranked.open()

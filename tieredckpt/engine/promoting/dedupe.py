@@ -42,7 +42,13 @@ async def refer_to_intact(
 
     Raises `TierUnavailable` when a copy or an index could not be read.
     """
-    wanted = encoding or tier.packs.encoding
+    async with tier.packs.proving:
+        await _refer_to_intact(state, tier, step, sizes, encoding or tier.packs.encoding)
+
+
+async def _refer_to_intact(
+    state: State, tier: Tier, step: StepId | None, sizes: Mapping[bytes, int], wanted: Encoding
+) -> None:
     unproven = await in_thread(_unverified, tier, sizes, pool=state.pool)
     for digest, extent in (await in_thread(_of_one_encoding, tier, sizes, wanted, pool=state.pool)).items():
         if tier.packs.index[digest] != extent:

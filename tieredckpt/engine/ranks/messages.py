@@ -22,6 +22,7 @@ __all__ = [
     "Damaged",
     "Done",
     "Evicted",
+    "Find",
     "Logged",
     "Opened",
     "PartDropped",
@@ -305,7 +306,18 @@ class PartDropped(msgspec.Struct, frozen=True, tag=True):
     serial: int
 
 
-Reported = RestoreRequested | RestoreJoined | RestoreWithdrawn | Damaged | Signalled | Wanted | PartDropped
+class Find(msgspec.Struct, frozen=True, tag=True):
+    """A rank that streams past its RAM asks which of its chunks a shared tier has."""
+
+    number: int
+    """How often the rank has asked; rank 0 answers to it."""
+    attempt: str
+    tier: str
+    sizes: dict[bytes, int]
+    """Bytes of each chunk, by digest."""
+
+
+Reported = RestoreRequested | RestoreJoined | RestoreWithdrawn | Damaged | Signalled | Wanted | PartDropped | Find
 """The messages of the other ranks' logs, which rank 0 applies."""
 
 

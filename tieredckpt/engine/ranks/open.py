@@ -40,7 +40,7 @@ from tieredckpt.engine.wire_types import HeldStep, brief, decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
 
-__all__ = ["Opening", "adopt_catalog", "catalog_of", "discard_unused"]
+__all__ = ["Opening", "adopt_catalog", "catalog_of"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -244,7 +244,26 @@ class Opening:
         for step, by_rank in self._folders.items():
             if StepId(*step) in kept:
                 self._commits.folders[StepId(*step)] = by_rank
-        await discard_unused(self.leftovers, kept)
+        await self._discard_unused(kept)
+
+    def give_back(self) -> None:
+        """Begin to release the RAM of former ranks that holds no step any more."""
+        if self.leftovers:
+            held = set(self._state.tiers[0].steps.held)
+            self._group.start(self._discard_unused(held), "giving back of the RAM of former ranks")
+
+    async def _discard_unused(self, kept: set[StepId]) -> None:
+        """Release the RAM folders of former ranks that hold none of the ``kept`` steps."""
+        for tier in tuple(self.leftovers):
+            if tier in self.leftovers and not kept & tier.steps.held.keys() and not tier.steps.pins:
+                self.leftovers.remove(tier)
+                folder = Path(tier.store.location)
+                await tier.disconnect()
+                if folder.name.startswith(RANK_FOLDER):
+                    try:
+                        await in_thread(RamStore.discard, folder)
+                    except TieredCkptError as error:
+                        _log.info("the RAM of a former rank stays: %s", error)
 
 
 def _tell_notices(notices: dict[int, str]) -> None:
@@ -252,20 +271,6 @@ def _tell_notices(notices: dict[int, str]) -> None:
     if notices:
         first = min(notices)
         _log.warning("ranks %s: %s", ", ".join(map(str, sorted(notices))), notices[first])
-
-
-async def discard_unused(leftovers: list[Tier], kept: set[StepId]) -> None:
-    """Release the RAM folders of former ranks that hold none of the ``kept`` steps."""
-    for tier in tuple(leftovers):
-        if tier in leftovers and not kept & tier.steps.held.keys() and not tier.steps.pins:
-            leftovers.remove(tier)
-            folder = Path(tier.store.location)
-            await tier.disconnect()
-            if folder.name.startswith(RANK_FOLDER):
-                try:
-                    await in_thread(RamStore.discard, folder)
-                except TieredCkptError as error:
-                    _log.info("the RAM of a former rank stays: %s", error)
 
 
 def catalog_of(tier: Tier) -> Catalog:

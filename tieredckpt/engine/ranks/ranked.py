@@ -16,6 +16,7 @@ from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.opening.ram import mark_ram
 from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.commit.compare import digests_elsewhere, with_own
+from tieredckpt.engine.ranks.commit.dedupe import Dedupe
 from tieredckpt.engine.ranks.commit.vote import Missed, Votes
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.group import Group
@@ -25,6 +26,7 @@ from tieredckpt.engine.ranks.messages import (
     CompareReplicas,
     Damaged,
     Evicted,
+    Find,
     Logged,
     PartDropped,
     Promote,
@@ -43,7 +45,7 @@ from tieredckpt.engine.ranks.messages import (
     TierChanged,
     Wanted,
 )
-from tieredckpt.engine.ranks.open import Opening, adopt_catalog, catalog_of, discard_unused
+from tieredckpt.engine.ranks.open import Opening, adopt_catalog, catalog_of
 from tieredckpt.engine.ranks.replicas.replication import Replication
 from tieredckpt.engine.ranks.reports import Reports
 from tieredckpt.engine.ranks.restore.restore import CollectiveRestores
@@ -93,6 +95,7 @@ class Ranked:
         self._collector = collector
         self.group = group
         self.votes = Votes(state, collector.evictor, group, self._commit_streamed, self.take_gone, self._forget)
+        self.dedupe = Dedupe(state, group, self.votes.is_undecided)
         self.commits = Commits(state, collector, group, self.votes)
         self.opening = Opening(state, collector.evictor, group, self.votes, self.commits, open_tiers)
         self.restores = CollectiveRestores(
@@ -153,6 +156,7 @@ class Ranked:
         try:
             async with self._guards_saves:
                 own = await in_thread(share)
+                self.dedupe.attempt = attempt
                 elsewhere = await digests_elsewhere(state, own)  # while there is no part that could be lost
                 saved = await save(own, began=began)
             if saved.tier is None:
@@ -280,7 +284,7 @@ class Ranked:
             if state.tier(event.tier).in_memory:
                 self.votes.parts.pop(step, None)
                 self.votes.merged_steps.forget(step)
-                self._give_back()
+                self.opening.give_back()
             adopt_if_gone(state, step)  # as the others do
             self.group.publish(Evicted(event.step, event.serial, event.tier))
         elif isinstance(event, TierFailed) and state.tier(event.tier).shared:
@@ -329,6 +333,8 @@ class Ranked:
                 self.restores.rendezvous.apply_report(rank, message)
             case Damaged() | Signalled() | Wanted():
                 self.reports.apply(rank, message)
+            case Find():
+                self.group.start(self.dedupe.answer(rank, message), f"chunks that rank {rank} asked for")
             case PartDropped():
                 await self.votes.part_dropped(rank, StepId(message.serial, message.step))
 
@@ -362,7 +368,7 @@ class Ranked:
             self._collector.evictor.tell_gone((step,), tier)
         elif step in tier.steps.held:
             await self._collector.evictor.let_part_go(step, tier)
-            self._give_back()
+            self.opening.give_back()
             self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
             self._gone.remove((step.serial, step.step))  # rank 0 knows
         adopt_if_gone(self._state, step)
@@ -391,9 +397,3 @@ class Ranked:
             if any(part != home for part, home in homes.items()) and not needed:
                 with suppress(Conflict, NotFound):
                     await self._collector.evictor.evict(step, first)
-
-    def _give_back(self) -> None:
-        """Begin to release the RAM of former ranks that holds no step any more."""
-        if self.opening.leftovers:
-            held = set(self._state.tiers[0].steps.held)
-            self.group.start(discard_unused(self.opening.leftovers, held), "giving back of the RAM of former ranks")

@@ -16,7 +16,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["OwnTiers", "SlowerTiers"]
+__all__ = ["OwnTiers", "SlowerTiers", "find_chunks"]
 
 
 class SlowerTiers(Protocol):
@@ -63,10 +63,7 @@ class OwnTiers:
 
     async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
         """See `SlowerTiers.find`."""
-        tier.packs.streamed_to |= _packs_with(tier, sizes)
-        await refer_to_intact(self._state, tier, None, sizes)
-        packs = tier.packs
-        return {digest: packs.index[digest] for digest, nbytes in sizes.items() if packs.has(digest, nbytes)}
+        return await find_chunks(self._state, tier, sizes, tier.packs.streamed_to)
 
     def add_packs(self, tier: Tier, written: WrittenPacks) -> None:
         """See `SlowerTiers.add_packs`."""
@@ -75,6 +72,17 @@ class OwnTiers:
     async def commit(self, tier: Tier, index: StepIndex, packs: Mapping[str, int]) -> None:
         """See `SlowerTiers.commit`."""
         await commit_file.commit(tier, index.record, index.arrays)
+
+
+async def find_chunks(state: State, tier: Tier, sizes: Mapping[bytes, int], noted: set[str]) -> dict[bytes, Extent]:
+    """See `SlowerTiers.find`; for the process that manages the tier. The packs are added to ``noted`` before that.
+
+    What is in ``noted`` must be kept from collection, as `Membership.packs_streamed_to` does.
+    """
+    noted |= _packs_with(tier, sizes)
+    await refer_to_intact(state, tier, None, sizes)
+    packs = tier.packs
+    return {digest: packs.index[digest] for digest, nbytes in sizes.items() if packs.has(digest, nbytes)}
 
 
 def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:

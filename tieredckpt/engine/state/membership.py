@@ -42,6 +42,9 @@ class Membership:
     role: Role = Role.WHOLE
     streamed: dict[StepId, Streamed] = field(default_factory=dict)
     """This rank's parts of steps that RAM could not hold, until they are committed."""
+    promised: dict[str, dict[str, set[str]]] = field(default_factory=dict)
+    """At rank 0, by attempt and tier: packs to which parts of other ranks may refer, as it has told them, until it has
+    decided on the attempt. They stay while it lives if it never makes that save."""
     undecided: set[StepId] = field(default_factory=set)
     """Steps that this rank saved, and the ranks have not agreed on yet."""
     failed: dict[StepId, TieredCkptError] = field(default_factory=dict)
@@ -58,4 +61,5 @@ class Membership:
 
     def packs_streamed_to(self, tier: Tier) -> set[str]:
         """Packs of a tier to which saves of several ranks refer that are not committed there yet."""
-        return tier.packs.streamed_to.union(*(part.packs for part in self.streamed.values() if part.tier is tier))
+        own = (part.packs for part in self.streamed.values() if part.tier is tier)
+        return tier.packs.streamed_to.union(*own, *(packs.get(tier.name, ()) for packs in self.promised.values()))

@@ -40,6 +40,8 @@ class Packs:
     """When packs that no step was known to use were last changed (epoch seconds)."""
     streamed_to: set[str] = field(default_factory=set)
     """Packs to which a save may refer that is streaming here: they stay, though beside other ranks it holds no lock."""
+    proving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while copies of chunks are read, to refer to intact ones: until then ``index`` lacks these chunks."""
     guard: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while packs are written and committed, and while dead ones are collected."""
 

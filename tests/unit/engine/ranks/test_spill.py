@@ -64,6 +64,67 @@ async def test_a_streamed_step_is_committed_by_all(place: Place) -> None:
     assert not [name for name in files_under(place.disk) if "parts" in name]
 
 
+async def test_unchanged_chunks_of_all_ranks_are_written_once(place: Place) -> None:
+    """Promise 7, across steps, ranks and a restart: rank 0 tells the others what the shared tier has."""
+    async with place.open() as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+    before = pack_bytes(place.disk)
+    async with place.open() as ranks:
+        ranks.faulty(0).delay("*", 0.1, key="packs/*", nth=2)  # ranks overtake each other
+        await ranks.reached(await ranks.save(2, 1), "disk")
+        turned = [part(1, (rank + 1) % SIZE, SIZE) for rank in range(SIZE)]
+        await ranks.reached(await ranks.all(lambda store, rank: store.save(3, turned[rank])), "disk")
+        for restored in await ranks.restored(2):
+            assert_whole(restored, 1)
+    assert pack_bytes(place.disk) == before
+
+
+@pytest.mark.parametrize("when", ["while it streams", "once it has streamed"])
+async def test_what_rank_0_has_told_of_stays_until_the_save_is_decided(place: Place, when: str) -> None:
+    async with place.open() as ranks:
+        for step in (1, 2):
+            await ranks.reached(await ranks.save(step), "disk")
+        new = np.random.default_rng(3).integers(0, 255, 1 << 17, np.uint8)
+        held = ranks.faulty(1).hold("put", key="packs/*")
+        other = asyncio.create_task(ranks[1].save(3, part(1, 1, SIZE) | {"zzz": new}))
+        await held.reached()
+        if when == "once it has streamed":
+            held.release()
+            await other
+        await ranks[0].evict(1, "disk")
+        await ranks[0].collect()
+        held.release()
+        await ranks.reached([await other, *await ranks.save(3, 1, ranks=[0, 2])], "disk")
+        for restored in await ranks.restored(3):
+            assert_whole(restored, 1)
+        assert ranks[0]._life.engine.state.membership.promised == {}
+
+
+async def test_a_rank_0_that_does_not_tell_keeps_no_save_waiting(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, find_within=0.1)
+    async with place.open() as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        held = ranks.world.hold(0, "send", topic="found/*")
+        streamed = await ranks.all(lambda store, rank: store.save(2, part(1, rank, SIZE)), ranks=[1, 2])
+        assert [save.saved.tier for save in streamed if save.saved is not None] == ["disk", "disk"]
+        held.release()
+        await ranks.reached([*streamed, *await ranks.save(2, 1, ranks=[0])], "disk")
+        for restored in await ranks.restored(2):
+            assert_whole(restored, 1)
+
+
+async def test_a_tier_that_rank_0_cannot_read_is_written_to_anew(place: Place) -> None:
+    async with place.open() as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+    async with place.open() as ranks:  # what another process wrote is looked up before it is referred to
+        script = ranks.faulty(0)
+        script.fail("get", TierUnavailable("by script"))
+        streamed = await ranks.save(2, 1, ranks=[1, 2])
+        await ranks.reached([*streamed, *await ranks.save(2, 1, ranks=[0])], "disk")
+        for restored in await ranks.restored(2):
+            assert_whole(restored, 1)
+
+
 async def test_declared_replicas_are_streamed_once(place: Place) -> None:
     async with place.open() as ranks:
         tree = {"common": part(1, 0, SIZE)["common"]}

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.ranks.commit.compare import Comparison, Digests
-from tieredckpt.engine.ranks.commit.merged import MergedStep, MergedSteps, without_places
+from tieredckpt.engine.ranks.commit.merged import MergedSteps, without_places
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.group import Group
@@ -154,7 +154,10 @@ class Votes:
 
     async def _say(self, attempt: str, step: StepId, save: Save) -> None:
         if self._group.coordinates:
-            await self._decide(attempt, step, save)
+            try:
+                await self._decide(attempt, step, save)
+            finally:
+                self._state.membership.promised.pop(attempt, None)
             return
         deadline = asyncio.get_running_loop().time() + self._group.patience
         try:
@@ -193,7 +196,7 @@ class Votes:
             differing = await self.comparison.differing(attempt, votes, deadline)
             self._check(step, differing)
             parts = {rank: save.part for rank, save in saves.items()}
-            whole = await in_thread(_merged, parts, pool=self._state.pool)
+            whole = await in_thread(lambda: without_places(merge_parts(parts)), pool=self._state.pool)
             if dropped := self._dropped.pop(step, None):
                 raise RanksUnavailable(f"{_named(dropped)} dropped a part of it to make room meanwhile", dropped)
         except Exception as error:  # whatever it is, the ranks wait for a decision
@@ -329,15 +332,15 @@ class Votes:
         if failed.attempt in self._announced:
             await self._give_up(failed.attempt, failed.ranks, failed.reason)
         else:
-            if self._is_to_come(failed.attempt):
+            if self.is_undecided(failed.attempt):
                 self._missed[failed.attempt] = failed.reason
             self._fail(StepId(failed.serial, failed.step), failed.ranks, failed.reason)
         await self._forget_older(StepId(failed.serial, failed.step), failed.open)
 
-    def _is_to_come(self, attempt: str) -> bool:
-        """Whether this rank is still copying for an attempt, or has not begun it."""
+    def is_undecided(self, attempt: str) -> bool:
+        """Whether this rank has not begun an attempt, still copies for it, or, as rank 0, has not decided on it."""
         epoch, step, nth = map(int, attempt.split("."))
-        return attempt in self._saving or (epoch == self._epoch and nth >= self._saves[step])
+        return attempt in self._saving | self._open or (epoch == self._epoch and nth >= self._saves[step])
 
     async def end_streamed(self, step: StepId, failure: TieredCkptError | None) -> None:
         """End the wait for a step that did not fit into RAM: it is on a shared tier, or failed to get there."""
@@ -379,10 +382,6 @@ class Votes:
         for attempt, before in tuple(self._announced.items()):
             if before.serial and before < step and attempt not in opened and not self._group.coordinates:
                 await self._give_up(attempt, (COORDINATOR,), f"rank {COORDINATOR} has not saved it")
-
-
-def _merged(parts: Mapping[int, bytes]) -> MergedStep:
-    return without_places(merge_parts(parts))
 
 
 def _told(differing: Sequence[Difference]) -> str:

@@ -1,0 +1,70 @@
+"""Tells ranks that stream past their RAM which of their chunks a shared tier has: rank 0 alone knows.
+
+Rank 0 keeps the packs of which it has told from collection until it has decided on the save.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from tieredckpt.engine import limits
+from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.group import Group
+from tieredckpt.engine.ranks.messages import Find
+from tieredckpt.engine.saving.slower_tiers import find_chunks
+from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.wire_types import decode, encode
+from tieredckpt.errors import RanksUnavailable, TieredCkptError
+from tieredckpt.format.ocdbt import Extent
+
+__all__ = ["Dedupe"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+class Dedupe:
+    """Asks rank 0, and answers there. Lives on the engine's loop.
+
+    ``is_undecided`` tells whether the attempt of a save may still become a step.
+    """
+
+    def __init__(self, state: State, group: Group, is_undecided: Callable[[str], bool]) -> None:
+        self._state = state
+        self._group = group
+        self._is_undecided = is_undecided
+        self._asked = 0
+        self._unanswered = ""
+        self.attempt = ""
+        """Of the save under way on this rank."""
+
+    async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
+        """Where a shared tier has those of the chunks that it has; ``sizes`` are their bytes, by digest.
+
+        Nothing if rank 0 does not answer soon: to write chunks once more is better than to keep the training waiting.
+        """
+        if self._group.deserted or self._unanswered == self.attempt:
+            return {}
+        self._asked += 1
+        self._group.report(Find(self._asked, self.attempt, tier.name, dict(sizes)))
+        within = limits.in_force.find_within
+        try:
+            found = await self._group.communicator.recv(COORDINATOR, f"found/{self._asked}", timeout=within)
+        except RanksUnavailable:
+            _log.warning("rank %d has not told what tier %r has within %g s", COORDINATOR, tier.name, within)
+            self._unanswered = self.attempt
+            return {}
+        return decode(found, dict[bytes, Extent])
+
+    async def answer(self, rank: int, asked: Find) -> None:
+        """At rank 0: tell a rank what it asked for."""
+        found: dict[bytes, Extent] = {}
+        tier = self._state.tier(asked.tier)
+        if self._is_undecided(asked.attempt):
+            noted = self._state.membership.promised.setdefault(asked.attempt, {}).setdefault(tier.name, set())
+            try:
+                found = await find_chunks(self._state, tier, asked.sizes, noted)
+            except TieredCkptError as error:
+                _log.warning("tier %r: what it has is not known, so rank %d writes anew: %s", tier.name, rank, error)
+        await self._group.communicator.send([rank], f"found/{asked.number}", encode(found))
