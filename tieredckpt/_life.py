@@ -90,8 +90,8 @@ class StoreLife:
 
     async def change(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         """`call`, for work that may wait for a save under way: a lazy one is confirmed first, or it would never end."""
-        await self.open_engine.captures.confirmed()
-        return await self.call(work)
+        async with self.open_engine.captures.awaiting():
+            return await self.call(work)
 
     async def look(
         self, work: Callable[[Engine], Coroutine[Any, Any, T]], *, packs: bool = False, repair: bool = False
@@ -100,6 +100,5 @@ class StoreLife:
 
         ``packs``: also how much of each tier it takes. ``repair``: it may wait as that of `change`.
         """
-        if repair:
-            await self.open_engine.captures.confirmed()
-        return await self.call(lambda engine: engine.mode.looking(lambda: work(engine), packs=packs))
+        looked = self.change if repair else self.call
+        return await looked(lambda engine: engine.mode.looking(lambda: work(engine), packs=packs))

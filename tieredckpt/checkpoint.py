@@ -85,8 +85,8 @@ class Checkpoint:
         """
         if self._lazy is not None:
             await self._lazy.captured()
-        await self._engine.captures.confirmed(only_past_ram=True)
-        await self._loop.call(self._reached(tier))
+        async with self._engine.captures.awaiting(only_past_ram=True):
+            await self._loop.call(self._reached(tier))
 
     async def _reached(self, tier: str) -> None:
         self._engine.state.tier(tier)  # what it can never reach is told at once

@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from tieredckpt.engine.saving.moment import Moment, made_ready
 from tieredckpt.engine.saving.outlet import Outlet
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.saving.snapshot import Digests, Snapshot
+from tieredckpt.engine.saving.spill import may_fit
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.errors import Closed, Invalid, NoSpace, TieredCkptError
@@ -83,6 +84,8 @@ class Captures:
         """Saves that go on behind the trainer."""
         self._lazy: dict[LazyMoment, asyncio.Task[Saved]] = {}
         """Those of them that the trainer has to confirm, oldest first."""
+        self._waiting: set[object] = set()
+        """Calls that may wait for a save under way."""
         self._awaited: set[asyncio.Task[Any]] = set()
         """Saves that the trainer waits for, and so does who closes the store beside it."""
 
@@ -132,6 +135,17 @@ class Captures:
     def _refused(self, begun: Latch, step: int, error: BaseException) -> None:
         if not begun.is_open:
             self._not_begun(step, error)
+
+    @asynccontextmanager
+    async def awaiting(self, *, only_past_ram: bool = False) -> AsyncIterator[None]:
+        """`confirmed`, for a call in the block that waits for saves under way, also those that begin meanwhile."""
+        call = object()
+        self._waiting.add(call)
+        try:
+            await self.confirmed(only_past_ram=only_past_ram)
+            yield
+        finally:
+            self._waiting.discard(call)
 
     async def confirmed(self, *, only_past_ram: bool = False) -> None:
         """Confirm the lazy saves, on the trainer's thread: it has called the store, and changes nothing meanwhile.
@@ -211,7 +225,11 @@ class Captures:
                 lazy.returns(stall)
             moment = lazy or Moment(stall=stall)
             call.begun.open()
-            return self._start(call.step, partial(self._made, call, flat, origin, moment), origin, moment)
+            task = self._start(call.step, partial(self._made, call, flat, origin, moment), origin, moment)
+            if lazy is not None and self._waiting and not may_fit(self._state.tiers[0], flat.arrays):
+                with suppress(TieredCkptError):  # who waits for that call and this one could confirm neither
+                    await lazy.captured()
+            return task
 
         try:
             return await loop.call(begun())

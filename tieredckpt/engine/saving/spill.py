@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 
 from tieredckpt._batches import batches
 from tieredckpt.blobs.ram.slab import Slab
@@ -24,9 +25,10 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import Chunk
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.tree.leaf import ArrayLeaf
 from tieredckpt.units import format_size
 
-__all__ = ["Refused", "attributed", "stream", "usable_ram"]
+__all__ = ["Refused", "attributed", "may_fit", "stream", "usable_ram"]
 
 _PACKS_UNDER_WAY = 4
 """Frames of a pack take at most this fraction of scratch memory: two are in flight, one is being filled."""
@@ -44,6 +46,12 @@ class Refused(Exception):
 def usable_ram(first: Tier, refusals: Collection[str]) -> Ram | None:
     """What a save may be copied to, where RAM works and is not among the tiers that refused."""
     return first.ram if first.healthy and first.name not in refusals else None
+
+
+def may_fit(first: Tier, leaves: Iterable[ArrayLeaf]) -> bool:
+    """Whether RAM works, and is large enough for arrays of which no two are equal."""
+    ram = usable_ram(first, ())
+    return ram is not None and sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) <= ram.slab.capacity
 
 
 @contextmanager

@@ -292,6 +292,24 @@ async def test_a_lazy_save_past_ram_is_confirmed_by_a_call_that_waits_for_its_ti
         assert await store.where(3) == ("disk",)
 
 
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("order", ["the save first", "the call first"])
+async def test_a_lazy_save_past_ram_waits_for_no_confirmation_by_who_waits_for_a_call_as_well(
+    order: str, call: str, shared_memory: Path, tmp_path: Path
+) -> None:
+    """Promise 5: who gathers both can confirm none before the call has returned, which waits for the save."""
+    settings = {"ram": ram(shared_memory, capacity="256 KiB"), "disk": folder(tmp_path / "disk")}
+    async with CheckpointStore.open(config(settings)) as store, asyncio.timeout(SOON):
+        await (await store.save(1, {"w": full(1)[:CHUNK]})).reached("disk")
+        earlier = await store.save(2, {"w": full(2)[:CHUNK]})
+        if call != "reached":
+            await earlier.reached("disk")
+        both = store.save(3, {"w": np.arange(SIZE, dtype=np.int64)}, capture="lazy"), CALLS[call](store, earlier)
+        await asyncio.gather(*(both if order == "the save first" else both[::-1]))
+        await store.flush()
+        assert await store.where(3) == ("disk",)
+
+
 async def test_a_forked_process_that_waits_for_an_earlier_step_is_told_so(
     tiers: StoreConfig, held_back: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
