@@ -19,6 +19,7 @@ from tieredckpt.engine.ranks.commit.compare import digests_elsewhere, with_own
 from tieredckpt.engine.ranks.commit.dedupe import Dedupe
 from tieredckpt.engine.ranks.commit.vote import Missed, Votes
 from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.departed import Departed
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import (
     Aborted,
@@ -94,13 +95,12 @@ class Ranked:
         self._state = state
         self._collector = collector
         self.group = group
-        self.votes = Votes(state, collector.evictor, group, self._commit_streamed, self.take_gone, self._forget)
+        self._departed = Departed(state, collector.evictor)
+        self.votes = Votes(state, collector.evictor, group, self._commit_streamed, self._departed)
         self.dedupe = Dedupe(state, group, self.votes.is_undecided)
         self.commits = Commits(state, collector, group, self.votes)
         self.opening = Opening(state, collector.evictor, group, self.votes, self.commits, open_tiers)
-        self.restores = CollectiveRestores(
-            state, group, self.votes, self.opening, look_up, self.take_gone, self._still_gone, self._forget
-        )
+        self.restores = CollectiveRestores(state, group, self.votes, self.opening, look_up, self._departed)
         self.reports = Reports(state, collector, group, promote_at_once)
         ram = state.config.ram
         self.replicas = Replication(state, collector, group, self.commits, ram) if ram and ram.replicas > 1 else None
@@ -108,8 +108,6 @@ class Ranked:
         self._guards_saves = asyncio.Lock()
         """Held by the save under way: all ranks number their saves in the order of the calls."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._gone: list[tuple[int, int]] = []
-        """Serial and step of the steps that have left this rank's RAM, to be reported to rank 0."""
         self._heard_at = 0.0
         """When rank 0 last sent a message (monotonic)."""
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -119,7 +117,9 @@ class Ranked:
         await self.opening.open()
         if self.replicas is not None:
             await self.replicas.open()
-        self._unsubscribe = self._state.events.subscribe(self._report if self.group.coordinates else self._note)
+        self._unsubscribe = self._state.events.subscribe(
+            self._report if self.group.coordinates else self._departed.note
+        )
         self._loop = asyncio.get_running_loop()
         self.group.begin(self._apply, self._apply_report)
         if self.replicas is not None and self.group.coordinates:
@@ -143,7 +143,7 @@ class Ranked:
 
         ``origin`` is the last restore before the call; ``save`` is `Writer.save`, with all arguments but the tree.
         """
-        state, saved, began = self._state, None, time.monotonic()
+        state, saved, serial, began = self._state, None, 0, time.monotonic()
         try:
             attempt = self.votes.begin(step)
         except Missed as missed:
@@ -157,10 +157,11 @@ class Ranked:
             async with self._guards_saves:
                 own = await in_thread(share)
                 self.dedupe.attempt = attempt
+                serial = state.branch.last_serial + 1
                 elsewhere = await digests_elsewhere(state, own)  # while there is no part that could be lost
                 saved = await save(own, began=began)
             if saved.tier is None:
-                self.count_as_saved(step, origin)
+                self.count_as_saved(step, origin, serial)
                 self.votes.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
             state.membership.undecided.add(saved.step)  # at once, or a save that needs room would drop the part
@@ -168,7 +169,7 @@ class Ranked:
             index = streamed.index if streamed is not None else await step_index.load(state.tiers[0], saved.step)
             alike = with_own(elsewhere, own.replicated, index)
         except BaseException as error:
-            self.count_as_saved(step, origin)
+            self.count_as_saved(step, origin, serial)
             self.votes.not_saved(attempt, step, error)
             if saved is not None:
                 await self.votes.drop(saved.step)
@@ -179,10 +180,13 @@ class Ranked:
     def give_up(self, step: int, error: BaseException) -> None:
         """Vote no on a save that this rank does not begin."""
         with suppress(Missed):
-            self.votes.not_saved(self.votes.begin(step), step, error)
+            attempt = self.votes.begin(step)
+            self._state.branch.last_serial += 1  # as on the ranks that do
+            self.votes.not_saved(attempt, step, error)
 
-    def count_as_saved(self, step: int, origin: Origin | None) -> None:
-        """Count the step as saved for the schedule, as other ranks do, or not all would save the next one."""
+    def count_as_saved(self, step: int, origin: Origin | None, serial: int = 0) -> None:
+        """Count the step as saved, as other ranks do: else not all would save the next one, or number it alike."""
+        self._state.branch.last_serial = max(self._state.branch.last_serial, serial)
         self._state.branch.count_from(origin)
         self._state.observation.count_save(step)
 
@@ -238,29 +242,6 @@ class Ranked:
 
     async def _commit_streamed(self, step: StepId, tier: str, parts: Mapping[int, bytes]) -> None:
         await self.commits.commit_streamed(step, tier, parts)
-
-    # -- what has left RAM --------------------------------------------------------------------------------
-
-    def _note(self, event: Event) -> None:
-        """Remember a step that has left this rank's RAM: it is not complete there any more."""
-        if isinstance(event, StepEvicted) and event.tier == self._state.tiers[0].name:
-            self._gone.append((event.serial, event.step))
-
-    def take_gone(self) -> tuple[tuple[int, int], ...]:
-        gone, self._gone = tuple(self._gone), []
-        return gone
-
-    def _still_gone(self, gone: tuple[tuple[int, int], ...]) -> None:
-        self._gone += gone
-
-    async def _forget(self, gone: tuple[tuple[int, int], ...]) -> None:
-        """At rank 0: evict steps from RAM of which another rank has dropped its part."""
-        first = self._state.tiers[0]
-        for serial, step in gone:
-            found = StepId(serial, step)
-            if first.in_memory and found in first.steps.held:
-                await self._collector.evictor.let_part_go(found, first)
-                self._state.events.emit(StepEvicted(step, serial, first.name))
 
     # -- messages of rank 0 ---------------------------------------------------------------------------
 
@@ -370,7 +351,7 @@ class Ranked:
             await self._collector.evictor.let_part_go(step, tier)
             self.opening.give_back()
             self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
-            self._gone.remove((step.serial, step.step))  # rank 0 knows
+            self._departed.is_known(step)
         adopt_if_gone(self._state, step)
 
     def _tier_changed(self, changed: TierChanged) -> None:

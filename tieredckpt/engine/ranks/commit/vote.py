@@ -22,6 +22,7 @@ from tieredckpt.engine.ranks.commit.compare import Comparison, Digests
 from tieredckpt.engine.ranks.commit.merged import MergedSteps, without_places
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
+from tieredckpt.engine.ranks.departed import Departed
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import Aborted, Committed, CompareReplicas, PartDropped, Save
 from tieredckpt.engine.state.state import State
@@ -32,12 +33,9 @@ from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.merging import show_ranks
 from tieredckpt.format.replicas import Difference, ReplicasDisagree, show_difference
 
-__all__ = ["Missed", "StepNumbers", "Votes"]
+__all__ = ["Missed", "Votes"]
 
 _log = logging.getLogger("tieredckpt")
-
-StepNumbers = tuple[tuple[int, int], ...]
-"""Serials and step numbers."""
 
 
 class Missed(Exception):
@@ -47,9 +45,7 @@ class Missed(Exception):
 class Votes:
     """The votes of the ranks on their saves, as one rank sees them. Lives on the engine's loop.
 
-    ``commit_streamed`` commits a step on the shared tier to which ranks have streamed their parts. ``gone`` returns the
-    steps that have left this rank's RAM since its last call, and ``forget`` counts such steps of other ranks as not
-    held there.
+    ``commit_streamed`` commits a step on the shared tier to which ranks have streamed their parts.
     """
 
     def __init__(
@@ -58,15 +54,13 @@ class Votes:
         evictor: Evictor,
         group: Group,
         commit_streamed: Callable[[StepId, str, Mapping[int, bytes]], Awaitable[None]],
-        gone: Callable[[], StepNumbers],
-        forget: Callable[[StepNumbers], Awaitable[None]],
+        departed: Departed,
     ) -> None:
         self._state = state
         self._evictor = evictor
         self._group = group
         self._commit_streamed = commit_streamed
-        self._gone = gone
-        self._forget = forget
+        self._departed = departed
         self.parts: dict[StepId, dict[int, bytes]] = {}
         """At rank 0: the encoded parts of the steps that RAM holds, by rank."""
         self.merged_steps = MergedSteps()
@@ -142,14 +136,14 @@ class Votes:
         except Exception as error:  # as without memory
             failure = Failure.of(error)
         last = self._state.branch.last_serial
-        save = Save(step.serial, last, part, tier, failure, self._gone(), origin=restored, replicas=replicas)
+        save = Save(step.serial, last, part, tier, failure, self._departed.take(), origin=restored, replicas=replicas)
         await self._say(attempt, step, save)
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
         """Vote no, behind the training: this rank has no part."""
         self._saving.discard(attempt)
         self._missed.pop(attempt, None)
-        save = Save(0, self._state.branch.last_serial, failure=Failure.of(error), gone=self._gone())
+        save = Save(0, self._state.branch.last_serial, failure=Failure.of(error), gone=self._departed.take())
         self._group.start_last(self._say(attempt, StepId(0, step), save), f"vote on step {step}")
 
     async def _say(self, attempt: str, step: StepId, save: Save) -> None:
@@ -239,7 +233,7 @@ class Votes:
     async def part_dropped(self, rank: int, step: StepId) -> None:
         """Abort the vote on a step of which a rank has dropped its part, or count the step as not held any more."""
         if step in self._state.tiers[0].steps.held:
-            await self._forget(((step.serial, step.step),))
+            await self._departed.forget(((step.serial, step.step),))
         else:
             self._dropped.setdefault(step, []).append(rank)
 
@@ -267,7 +261,7 @@ class Votes:
             came, missing = error.came, error.ranks
         saves.update({rank: decode(data, Save) for rank, data in came.items()})
         for save in saves.values():
-            await self._forget(save.gone)
+            await self._departed.forget(save.gone)
         if missing:
             raise RanksUnavailable(f"{_named(missing)} not saved it within {group.deadline:g} s", missing)
         failures = {rank: save.failure for rank, save in saves.items() if save.failure is not None}

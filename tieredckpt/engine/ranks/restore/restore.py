@@ -17,8 +17,9 @@ import msgspec
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.ranks.commit.parts import merge_parts
-from tieredckpt.engine.ranks.commit.vote import StepNumbers, Votes
+from tieredckpt.engine.ranks.commit.vote import Votes
 from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.departed import Departed, StepNumbers
 from tieredckpt.engine.ranks.group import Group, bow_out, vote
 from tieredckpt.engine.ranks.messages import Chosen
 from tieredckpt.engine.ranks.node_ram import near
@@ -58,9 +59,7 @@ class _Asked(msgspec.Struct, frozen=True):
 class CollectiveRestores:
     """Chooses with the other ranks what to restore. Lives on the engine's loop.
 
-    ``look_up`` finds a step as a store of one rank does. ``gone`` returns the steps that have left this rank's RAM
-    since its last call, ``still_gone`` takes them back if rank 0 may not have received them, and ``forget`` counts
-    such steps of other ranks as not held there.
+    ``look_up`` finds a step as a store of one rank does.
     """
 
     def __init__(
@@ -70,18 +69,14 @@ class CollectiveRestores:
         votes: Votes,
         opening: Opening,
         look_up: Callable[[int | None], Awaitable[tuple[StepId, StepRecord] | None]],
-        gone: Callable[[], StepNumbers],
-        still_gone: Callable[[StepNumbers], None],
-        forget: Callable[[StepNumbers], Awaitable[None]],
+        departed: Departed,
     ) -> None:
         self._state = state
         self._group = group
         self._votes = votes
         self._opening = opening
         self._look_up = look_up
-        self._gone = gone
-        self._still_gone = still_gone
-        self._forget = forget
+        self._departed = departed
         self.rendezvous = Rendezvous(group, votes.restore_begins, self._stay_away)
         self._peers = PeerExchange(state, group)
         self._guards_restore = asyncio.Lock()
@@ -103,11 +98,11 @@ class CollectiveRestores:
         Raises as rank 0's search; `Invalid` if the ranks ask for different steps.
         """
         topic = f"restore/{self._epoch}"
-        gone = self._gone()
+        gone = self._departed.take()
         try:
             verdict = await vote(self._group, topic, _said(_Asked(wanted, gone)), self._choose)
         except BaseException:
-            self._still_gone(gone)
+            self._departed.take_back(gone)
             raise
         chosen: Chosen = decode(verdict, Chosen)
         if chosen.step is None:
@@ -190,7 +185,7 @@ class CollectiveRestores:
     async def _choose(self, answers: dict[int, bytes]) -> bytes:
         asked: dict[int, _Asked] = {rank: decode(data, _Asked) for rank, data in answers.items()}
         for each in asked.values():
-            await self._forget(each.gone)
+            await self._departed.forget(each.gone)
         ours = asked[COORDINATOR].wanted
         for rank, each in asked.items():
             if each.wanted != ours:

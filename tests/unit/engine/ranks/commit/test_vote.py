@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -40,6 +41,14 @@ class Place:
 @pytest.fixture
 def place(shared_memory: Path, tmp_path: Path) -> Place:
     return Place(shared_memory, tmp_path / "disk")
+
+
+@contextmanager
+def no_room(store: CheckpointStore, error: Exception) -> Iterator[None]:
+    """Let each save of one rank fail."""
+    index = store._life.engine.state.tiers[0].ram.index
+    with mock.patch.object(index, "allocate", side_effect=error):
+        yield
 
 
 async def works(ranks: Cohort, step: int) -> None:
@@ -238,22 +247,30 @@ async def test_different_steps_at_one_time_are_not_taken_for_one(place: Place) -
 async def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_words(place: Place) -> None:
     async with place.open() as ranks:
         trees = [part(2, rank, SIZE) for rank in range(SIZE)]
-        hurt = ranks[1]._life.engine.state.tiers[0]
-        assert hurt.ram.index is not None
-        allocate = hurt.ram.index.allocate
-
-        def fail(nbytes: int) -> Any:
-            raise OSError("the device is gone")
-
-        hurt.ram.index.allocate = fail
-        results = await asyncio.gather(
-            *(store.save(2, trees[rank]) for rank, store in enumerate(ranks.stores)), return_exceptions=True
-        )
-        hurt.ram.index.allocate = allocate
+        with no_room(ranks[1], OSError("the device is gone")):
+            results = await asyncio.gather(
+                *(store.save(2, trees[rank]) for rank, store in enumerate(ranks.stores)), return_exceptions=True
+            )
         assert isinstance(results[1], OSError)
         for event in await ranks.failed(step=2):
             assert event.ranks == (1,)
             assert "the device is gone" in event.reason
+        await works(ranks, 3)
+
+
+@pytest.mark.parametrize("hurt", [0, 1])
+async def test_a_save_that_fails_on_one_rank_costs_none_that_is_made_before_all_know(place: Place, hurt: int) -> None:
+    """Promise 5: whoever fails counts the save as the others do, who have made it."""
+    async with place.open() as ranks:
+        with no_room(ranks[hurt], OSError("by script")), pytest.raises(OSError, match="by script"):
+            await ranks.save(1, ranks=[hurt])
+        first, last = (rank for rank in range(SIZE) if rank != hurt)
+        await ranks.save(1, ranks=[first])
+        checkpoints = await ranks.save(2, ranks=[hurt, first])
+        await ranks.save(1, ranks=[last])
+        checkpoints += await ranks.save(2, ranks=[last])
+        await ranks.failed(step=1)
+        await ranks.reached(checkpoints, "disk")
         await works(ranks, 3)
 
 

@@ -1,0 +1,50 @@
+"""Steps that have left the RAM of a rank: rank 0 is told with the next vote, for no such step is whole any more."""
+
+from __future__ import annotations
+
+from tieredckpt.engine.keeping.evictor import Evictor
+from tieredckpt.engine.state.state import State
+from tieredckpt.events import Event, StepEvicted
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["Departed", "StepNumbers"]
+
+StepNumbers = tuple[tuple[int, int], ...]
+"""Serials and step numbers."""
+
+
+class Departed:
+    """Lives on the engine's loop."""
+
+    def __init__(self, state: State, evictor: Evictor) -> None:
+        self._state = state
+        self._evictor = evictor
+        self._untold: list[tuple[int, int]] = []
+        """Of this rank, to be told to rank 0."""
+
+    def note(self, event: Event) -> None:
+        """Remember a step that has left this rank's RAM."""
+        if isinstance(event, StepEvicted) and event.tier == self._state.tiers[0].name:
+            self._untold.append((event.serial, event.step))
+
+    def is_known(self, step: StepId) -> None:
+        """Rank 0 knows of that step."""
+        self._untold.remove((step.serial, step.step))
+
+    def take(self) -> StepNumbers:
+        """Those since the last call, to be told."""
+        untold, self._untold = tuple(self._untold), []
+        return untold
+
+    def take_back(self, untold: StepNumbers) -> None:
+        """What `take` returned may not have come to rank 0."""
+        self._untold += untold
+
+    async def forget(self, steps: StepNumbers) -> None:
+        """At rank 0: evict steps from RAM of which another rank has dropped its part."""
+        first = self._state.tiers[0]
+        for serial, step in steps:
+            found = StepId(serial, step)
+            if first.in_memory and found in first.steps.held:
+                await self._evictor.let_part_go(found, first)
+                self._state.events.emit(StepEvicted(step, serial, first.name))
