@@ -352,6 +352,7 @@ def test_a_sample_of_all_ranks_is_that_of_the_slowest() -> None:
     assert found.facts == {"written": 20, "peak_save": 7}
 
 
+@pytest.mark.slow
 @pytest.mark.benchmark
 def test_a_job_of_two_ranks_is_measured_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")

@@ -74,6 +74,7 @@ async def test_names_on_the_shared_tier_that_are_not_synced_are_found_out(
         await replay_denser_and_denser(life, "all nodes", shared_memory / "life")
 
 
+@pytest.mark.slow
 async def test_ranks_that_refer_to_torn_packs_are_found_out(
     shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

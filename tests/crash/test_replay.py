@@ -110,7 +110,7 @@ async def test_names_that_are_not_synced_are_found_out(shared_memory: Path, monk
         await replay(life, "node", shared_memory / "life")
 
 
-@pytest.mark.parametrize("kind", ["chfs", "object"])
+@pytest.mark.parametrize("kind", [pytest.param("chfs", marks=pytest.mark.slow), "object"])
 async def test_packs_that_go_before_their_manifest_are_found_out(
     kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

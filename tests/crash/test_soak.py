@@ -90,6 +90,7 @@ async def test_damage_that_is_not_repaired_is_found_out(
     assert found.lost
 
 
+@pytest.mark.slow
 async def test_steps_that_leave_unheard_are_found_out(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
