@@ -73,6 +73,10 @@ class Saved:
     """Why the save was not made, if it was not."""
 
 
+class _MadeAnew(TierUnavailable):
+    """RAM was made anew under a save: the copy is gone, and the new RAM may take another."""
+
+
 class _Indexed(NamedTuple):
     """A step before its commit."""
 
@@ -137,7 +141,7 @@ class Writer:
             identity = StepId(state.branch.last_serial + 1, step)
             state.branch.begin(identity, continued)
             refusals: dict[str, TieredCkptError] = {}
-            tier = None
+            tier, made_anew = None, False
             try:
                 while tier is None:
                     with state.ram_gate.saving():
@@ -148,6 +152,9 @@ class Writer:
                     except Refused as refused:
                         if not moment.may_copy_again:
                             raise refused.error from refused
+                        if isinstance(refused.error, _MadeAnew) and not made_anew:
+                            made_anew = True
+                            continue
                         if isinstance(full := refused.error, NoRoom) and await evict_older(
                             state, self._collector, None, refused.tier, full.need
                         ):
@@ -204,7 +211,7 @@ class Writer:
                 record, arrays, stored, encoded = await self._in_pool(index)
                 with attributed(tier):
                     if ram is not None and tier.ram is not ram:  # else the step would name what the new slab has there
-                        raise TierUnavailable(f"tier {tier.name!r} was made anew under the save, whose copy is gone")
+                        raise _MadeAnew(f"tier {tier.name!r} was made anew under the save, whose copy is gone")
                     # Taken for good: a commit that fails may be there all the same.
                     self._state.branch.last_serial = identity.serial
                     if tier.in_memory:

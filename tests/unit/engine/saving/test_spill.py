@@ -249,6 +249,28 @@ async def test_ram_that_is_made_anew_before_the_commit_leaves_the_save_to_the_ne
         await assert_restores(store, {1: state(1)})
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["a store of RAM alone", "with a directory"])
+async def test_ram_that_is_made_anew_under_a_save_takes_a_second_copy(
+    alone: bool, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise 5: RAM works again, so that nothing has failed and no other tier is needed."""
+    copied = Moment.copied
+
+    async def copied_and_made_anew(moment: Any, *arguments: Any, **more: Any) -> None:
+        await copied(moment, *arguments, **more)
+        monkeypatch.undo()
+        await store._life.engine._reconnect(store._life.engine.state.tiers[0])
+
+    tiers = {"ram": ram(shared_memory)} | ({} if alone else {"disk": folder(tmp_path / "disk")})
+    async with CheckpointStore.open(config(tiers, name="anew")) as store:
+        heard = Heard(store)
+        monkeypatch.setattr(Moment, "copied", copied_and_made_anew)
+        await (await store.save(1, state(1))).reached("ram")
+        assert [event.tier for event in heard.of(StepSaved)] == ["ram"]
+        assert not heard.of(TierFailed)
+        await assert_restores(store, {1: state(1)})
+
+
 @pytest.mark.parametrize("capture", ["copy", "lazy"])
 async def test_ram_that_is_made_anew_under_a_save_holds_no_step_of_bytes_that_are_gone(
     opened: Any, shared_memory: Path, monkeypatch: pytest.MonkeyPatch, capture: Any
