@@ -180,6 +180,13 @@ def faults() -> Iterator[FaultyTiers]:
 
 
 @pytest.fixture
+def never_blocked_loop() -> Iterator[Any]:
+    """Fails the test in which the library blocks an event loop."""
+    with importlib.import_module("blockbuster").blockbuster_ctx("tieredckpt") as guard:
+        yield guard
+
+
+@pytest.fixture
 def interruptible() -> Iterator[None]:
     """What runs behind a shell, or nohup, was told to ignore signals, and would pass that on to what it starts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)

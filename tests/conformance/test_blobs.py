@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import tensorstore as ts
-from blockbuster import BlockBuster, blockbuster_ctx
 from support.file_systems import FILE_SYSTEMS, kind_on, system_of
 from support.scenes import new_shared_folder
 
@@ -25,10 +24,7 @@ from tieredckpt.testing.faulty import Faulty
 SHARED_MEMORY = Path("/dev/shm")
 
 
-@pytest.fixture(autouse=True)
-def _the_loop_is_never_blocked() -> Iterator[BlockBuster]:
-    with blockbuster_ctx("tieredckpt") as guard:
-        yield guard
+pytestmark = pytest.mark.usefixtures("never_blocked_loop")
 
 
 class _Folder(BlobStoreTests):

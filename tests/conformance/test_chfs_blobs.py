@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from blockbuster import BlockBuster, blockbuster_ctx
 from support.bare_chfs import BareChfs
 from support.lookalike import LookalikeBackDoor, library, missing
 
@@ -27,10 +26,7 @@ def _built() -> None:
         pytest.skip(why)
 
 
-@pytest.fixture(autouse=True)
-def _the_loop_is_never_blocked() -> Iterator[BlockBuster]:
-    with blockbuster_ctx("tieredckpt") as guard:
-        yield guard
+pytestmark = pytest.mark.usefixtures("never_blocked_loop")
 
 
 class TestChfsStore(BlobStoreTests):

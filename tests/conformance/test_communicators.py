@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from blockbuster import BlockBuster, blockbuster_ctx
 from reliability.ranks import World
 
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
@@ -22,10 +21,7 @@ from tieredckpt.testing.communicators import CommunicatorTests
 Processes = Callable[[], list[Communicator]]
 
 
-@pytest.fixture(autouse=True)
-def _the_loop_is_never_blocked() -> Iterator[BlockBuster]:
-    with blockbuster_ctx("tieredckpt") as guard:
-        yield guard
+pytestmark = pytest.mark.usefixtures("never_blocked_loop")
 
 
 class TestInProcess(CommunicatorTests):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from blockbuster import BlockBuster, blockbuster_ctx
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.ram.store import RamStore
@@ -17,10 +16,7 @@ from tieredckpt.testing.blobs import BlobStoreTests
 CAPACITY = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def _the_loop_is_never_blocked() -> Iterator[BlockBuster]:
-    with blockbuster_ctx("tieredckpt") as guard:
-        yield guard
+pytestmark = pytest.mark.usefixtures("never_blocked_loop")
 
 
 class WithoutTheSlab(FolderBackDoor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,6 +122,20 @@ async def cohort(
         await asyncio.gather(*map(crash, stores))
         raise
     await asyncio.gather(*(map(crash, stores) if crashing else (store.close() for store in stores)))
+
+
+@dataclass(frozen=True)
+class RanksPlace:
+    """Where the ranks of cohorts, one after the other, keep their store; and how many ranks there are by default."""
+
+    shared_memory: Path
+    disk: Path
+    size: int = 3
+
+    @asynccontextmanager
+    async def open(self, size: int | None = None, **settings: Any) -> AsyncIterator[Cohort]:
+        async with cohort(size or self.size, self.shared_memory, self.disk, **settings) as ranks:
+            yield ranks
 
 
 def whole(seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:

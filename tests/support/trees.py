@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +16,18 @@ from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.format.manifest import ArrayIndex, Chunk
 from tieredckpt.tree import Flat
+
+
+def setting(*path: Any, to: Any) -> Callable[[Any], object]:
+    """What sets an item of a tree."""
+
+    def change(tree: Any) -> None:
+        *above, name = path
+        for part in above:
+            tree = tree[part]
+        tree[name] = to
+
+    return change
 
 
 def fingerprint(value: Any) -> object:

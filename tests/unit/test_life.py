@@ -39,11 +39,6 @@ def settings(shared_memory: Path, tmp_path: Path) -> StoreConfig:
     return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", promote="never")})
 
 
-@pytest.fixture
-def promoting(shared_memory: Path, tmp_path: Path) -> StoreConfig:
-    return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
-
-
 async def assert_restores(settings: StoreConfig, step: int) -> None:
     """The store can be opened now, and has a step."""
     async with CheckpointStore.open(settings) as store:
@@ -118,17 +113,17 @@ def test_a_blocking_store_that_nobody_refers_to_any_more_is_closed(settings: Sto
         gc.collect()
 
 
-async def test_a_save_that_somebody_refers_to_keeps_its_store_open(promoting: StoreConfig) -> None:
-    store = await CheckpointStore.open(promoting)
+async def test_a_save_that_somebody_refers_to_keeps_its_store_open(tiers: StoreConfig) -> None:
+    store = await CheckpointStore.open(tiers)
     saved = await store.save(1, tree(1))
     del store
     gc.collect()
     await saved.reached("disk")
     with pytest.raises(Conflict):
-        await CheckpointStore.open(promoting)
+        await CheckpointStore.open(tiers)
     del saved
     gc.collect()
-    await assert_restores(promoting, 1)
+    await assert_restores(tiers, 1)
 
 
 async def test_a_store_lost_while_a_save_by_reference_is_under_way_has_that_step(
@@ -165,27 +160,27 @@ async def test_a_second_opening_in_one_process_is_told_where_the_first_was(setti
     await store.close()
 
 
-async def test_who_takes_over_has_what_the_older_store_saved_and_had_to_promote(promoting: StoreConfig) -> None:
-    older = await CheckpointStore.open(promoting)
+async def test_who_takes_over_has_what_the_older_store_saved_and_had_to_promote(tiers: StoreConfig) -> None:
+    older = await CheckpointStore.open(tiers)
     await older.save(1, tree(1))
-    async with CheckpointStore.open(promoting, takeover=True) as store:
+    async with CheckpointStore.open(tiers, takeover=True) as store:
         assert "disk" in await store.where(1)
         with pytest.raises(Closed):
             await older.save(2, tree(2))
         await store.save(2, tree(2))
     await older.close()
     with (
-        CheckpointStore.open(promoting).sync() as blocking,
-        CheckpointStore.open(promoting, takeover=True).sync() as last,
+        CheckpointStore.open(tiers).sync() as blocking,
+        CheckpointStore.open(tiers, takeover=True).sync() as last,
     ):
         assert [info.step for info in last.steps()] == [1, 2]
         with pytest.raises(Closed):
             blocking.steps()
 
 
-async def test_another_rank_of_this_process_is_not_taken_over(promoting: StoreConfig) -> None:
+async def test_another_rank_of_this_process_is_not_taken_over(tiers: StoreConfig) -> None:
     ranks = World(2).communicators()
-    opening = [CheckpointStore.open(promoting, ranks=rank, takeover=True) for rank in ranks]
+    opening = [CheckpointStore.open(tiers, ranks=rank, takeover=True) for rank in ranks]
     stores = await asyncio.gather(*(store.__aenter__() for store in opening))
     assert [await store.steps() for store in stores] == [(), ()]
     await asyncio.gather(*(store.close() for store in stores))
@@ -194,10 +189,10 @@ async def test_another_rank_of_this_process_is_not_taken_over(promoting: StoreCo
 # -- closing beside other calls ---------------------------------------------------------------------------
 
 
-async def test_a_save_beside_a_close_is_whole_or_closed(promoting: StoreConfig) -> None:
+async def test_a_save_beside_a_close_is_whole_or_closed(tiers: StoreConfig) -> None:
     saved: list[int] = []
     for late in range(8):
-        store = await CheckpointStore.open(promoting)
+        store = await CheckpointStore.open(tiers)
         first = len(saved) + 1
 
         async def save(step: int, store: CheckpointStore = store) -> None:
@@ -215,16 +210,16 @@ async def test_a_save_beside_a_close_is_whole_or_closed(promoting: StoreConfig) 
         with pytest.raises(Closed):
             await store.steps()
         await store.close()
-    async with CheckpointStore.open(promoting) as store:
+    async with CheckpointStore.open(tiers) as store:
         assert {info.step for info in await store.steps()} >= {max(saved)}
         restored = await store.restore()
         assert restored is not None
         assert_same(restored.tree, tree(max(saved)))
 
 
-def test_threads_that_save_restore_and_close_at_once_hear_of_nothing_but_the_close(promoting: StoreConfig) -> None:
+def test_threads_that_save_restore_and_close_at_once_hear_of_nothing_but_the_close(tiers: StoreConfig) -> None:
     for turn in range(4):
-        store = CheckpointStore.open(promoting).sync().__enter__()
+        store = CheckpointStore.open(tiers).sync().__enter__()
         store.save(100 * turn, tree(turn))
         gate = threading.Barrier(6)
 
@@ -253,9 +248,9 @@ def test_threads_that_save_restore_and_close_at_once_hear_of_nothing_but_the_clo
 
 
 async def test_who_awaits_a_promotion_hears_of_it_though_the_store_is_being_closed(
-    promoting: StoreConfig, faults: FaultyTiers
+    tiers: StoreConfig, faults: FaultyTiers
 ) -> None:
-    store = await CheckpointStore.open(promoting)
+    store = await CheckpointStore.open(tiers)
     gate = faults["disk"].hold("put", key="packs/*")
     saved = await store.save(1, tree(1))
     await gate.reached()
@@ -267,9 +262,9 @@ async def test_who_awaits_a_promotion_hears_of_it_though_the_store_is_being_clos
 
 
 async def test_of_two_who_close_one_that_is_cancelled_does_not_hurry_the_other(
-    promoting: StoreConfig, faults: FaultyTiers
+    tiers: StoreConfig, faults: FaultyTiers
 ) -> None:
-    store = await CheckpointStore.open(promoting)
+    store = await CheckpointStore.open(tiers)
     gate = faults["disk"].hold("put", key="packs/*")
     await store.save(1, tree(1))
     await gate.reached()
@@ -281,7 +276,7 @@ async def test_of_two_who_close_one_that_is_cancelled_does_not_hurry_the_other(
     await asyncio.wait([one, other])
     assert one.cancelled()
     other.result()
-    async with CheckpointStore.open(config({"disk": promoting.tiers[1].model_dump(exclude={"name"})})) as store:
+    async with CheckpointStore.open(config({"disk": tiers.tiers[1].model_dump(exclude={"name"})})) as store:
         assert [info.step for info in await store.steps()] == [1]
 
 
@@ -290,10 +285,10 @@ async def test_of_two_who_close_one_that_is_cancelled_does_not_hurry_the_other(
 
 @pytest.mark.parametrize("verb", ["steps", "save", "close", "flush"])
 def test_a_listener_that_calls_the_store_is_refused_at_once_and_told_why(
-    promoting: StoreConfig, caplog: pytest.LogCaptureFixture, verb: str
+    tiers: StoreConfig, caplog: pytest.LogCaptureFixture, verb: str
 ) -> None:
     heard: list[Event] = []
-    with CheckpointStore.open(promoting).sync() as store:
+    with CheckpointStore.open(tiers).sync() as store:
 
         def listen(event: Event) -> None:
             heard.append(event)
@@ -310,12 +305,12 @@ def test_a_listener_that_calls_the_store_is_refused_at_once_and_told_why(
 
 @pytest.mark.parametrize("error", NOT_ERRORS, ids=lambda error: type(error).__name__)
 async def test_a_listener_that_raises_anything_costs_nobody_else_anything(
-    promoting: StoreConfig, caplog: pytest.LogCaptureFixture, error: BaseException
+    tiers: StoreConfig, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     def listen(event: Event) -> None:
         raise error
 
-    async with CheckpointStore.open(promoting) as store:
+    async with CheckpointStore.open(tiers) as store:
         store.subscribe(listen)
         heard = Heard(store)
         async with asyncio.timeout(SOON):
@@ -394,11 +389,11 @@ async def test_a_policy_that_raises_anything_counts_as_a_failing_one(
 
 @pytest.mark.usefixtures("offered")
 def test_an_interrupt_that_hits_a_schedule_in_the_main_thread_ends_the_training(
-    promoting: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a person's, as far as anybody can tell."""
     monkeypatch.setattr(Raises, "error", KeyboardInterrupt())
-    settings = promoting.model_copy(update={"schedule": LeavingSchedule()})
+    settings = tiers.model_copy(update={"schedule": LeavingSchedule()})
     with CheckpointStore.open(settings).sync() as store, pytest.raises(KeyboardInterrupt):
         store.due(1)
 
@@ -415,7 +410,7 @@ class Interrupted(Schedule):
 @pytest.mark.parametrize("error", [SystemExit(7), TimeoutError()], ids=["exit", "alarm"])
 @pytest.mark.parametrize("named", [True, False])
 def test_what_a_signal_handler_raises_in_the_middle_of_a_schedule_is_no_failure_of_that(
-    promoting: StoreConfig, error: BaseException, named: bool
+    tiers: StoreConfig, error: BaseException, named: bool
 ) -> None:
     def handle(number: int, frame: object) -> None:
         raise error
@@ -423,7 +418,7 @@ def test_what_a_signal_handler_raises_in_the_middle_of_a_schedule_is_no_failure_
     def handle_any(*arguments: object) -> None:
         raise error
 
-    settings = promoting.model_copy(update={"schedule": Interrupted()})
+    settings = tiers.model_copy(update={"schedule": Interrupted()})
     before = signal.signal(signal.SIGUSR1, handle if named else handle_any)
     try:
         with CheckpointStore.open(settings).sync() as store, pytest.raises(type(error)):

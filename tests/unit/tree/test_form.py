@@ -20,7 +20,7 @@ import numpy as np
 import optree
 import pytest
 from hypothesis import given, settings
-from support.trees import TREES, indexed
+from support.trees import TREES, indexed, setting
 
 from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.errors import Invalid
@@ -137,16 +137,6 @@ def tree_of() -> dict[str, Any]:
         "ordered": collections.OrderedDict(a=np.ones(1), b=np.zeros(1)),
         "state": State(np.ones(2), Name.FIRST),
     }
-
-
-def setting(*path: Any, to: Any) -> Callable[[dict[str, Any]], object]:
-    def change(tree: Any) -> None:
-        *above, name = path
-        for part in above:
-            tree = tree[part]
-        tree[name] = to
-
-    return change
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], bool]] = {

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
-from support.scenes import config, folder, ram
 from support.trees import arrays as any_array
 
 from tieredckpt import ArraySpec, CheckpointStore, Invalid
@@ -21,16 +19,11 @@ from tieredckpt.tree.flatten import flatten, unflatten
 VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-@pytest.fixture
-def settings(shared_memory: Path, tmp_path: Path) -> StoreConfig:
-    return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
-
-
 def kinds(tree: Any) -> dict[str, str]:
     return {name: type(value).__module__.partition(".")[0] for name, value in tree.items()}
 
 
-async def test_arrays_come_back_as_what_they_were(settings: StoreConfig) -> None:
+async def test_arrays_come_back_as_what_they_were(tiers: StoreConfig) -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     tree = {
         "jax": jax.numpy.asarray(VALUES),
@@ -39,7 +32,7 @@ async def test_arrays_come_back_as_what_they_were(settings: StoreConfig) -> None
         "scalar": np.float32(1.5),
         "torch": torch.tensor(VALUES).to(torch.bfloat16),
     }
-    async with CheckpointStore.open(settings) as store:
+    async with CheckpointStore.open(tiers) as store:
         await store.save(1, tree)
         for copy in (True, False):
             restored = await store.restore(as_="saved", copy=copy)
@@ -60,10 +53,10 @@ async def test_arrays_come_back_as_what_they_were(settings: StoreConfig) -> None
             assert type(found["scalar"]) is np.float32
 
 
-async def test_all_arrays_come_back_as_one_kind(settings: StoreConfig) -> None:
+async def test_all_arrays_come_back_as_one_kind(tiers: StoreConfig) -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     tree = {"jax": jax.numpy.asarray(VALUES), "numpy": VALUES.astype(">f4"), "torch": torch.tensor(VALUES)}
-    async with CheckpointStore.open(settings) as store:
+    async with CheckpointStore.open(tiers) as store:
         await store.save(1, {**tree, "key": jax.random.key(7)})
         for kind, module in (("numpy", "numpy"), ("torch", "torch"), ("jax", "jaxlib"), (None, "numpy")):
             restored = await store.restore(as_=kind)
@@ -77,10 +70,10 @@ async def test_all_arrays_come_back_as_one_kind(settings: StoreConfig) -> None:
         assert kinds(part.tree) == {"torch": "torch"}
 
 
-async def test_what_cannot_be_made_is_named(settings: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_made_is_named(tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
-    async with CheckpointStore.open(settings) as store:
+    async with CheckpointStore.open(tiers) as store:
         await store.save(1, {"time": np.zeros(3, "datetime64[s]"), "wide": np.zeros(3)})
         with pytest.raises(Invalid, match=r"leaf 'time': torch has no dtype for datetime64"):
             await store.restore(as_="torch")
@@ -94,8 +87,8 @@ async def test_what_cannot_be_made_is_named(settings: StoreConfig, monkeypatch: 
             await store.restore(as_="torch")
 
 
-async def test_the_kind_is_a_known_one_and_stands_without_an_example(settings: StoreConfig) -> None:
-    async with CheckpointStore.open(settings) as store:
+async def test_the_kind_is_a_known_one_and_stands_without_an_example(tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(tiers) as store:
         await store.save(1, {"w": VALUES})
         with pytest.raises(Invalid, match="'saved', 'numpy', 'torch', 'jax' or 'specs', not 'tensorflow'"):
             await store.restore(as_="tensorflow")
@@ -127,8 +120,8 @@ def test_small_floats_are_known_to_torch() -> None:
     assert made["w"].dtype == torch.float8_e4m3fn
 
 
-async def test_a_step_is_told_without_its_arrays(settings: StoreConfig) -> None:
-    async with CheckpointStore.open(settings) as store:
+async def test_a_step_is_told_without_its_arrays(tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(tiers) as store:
         await store.save(1, {"w": VALUES, "rest": [VALUES[0], (1.5, None)]})
         found = await store.restore(as_="specs", resume=False)
         assert found is not None

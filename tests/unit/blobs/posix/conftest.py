@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from blockbuster import BlockBuster, blockbuster_ctx
 
 from tieredckpt.blobs.posix.store import PosixStore
-
-
-@pytest.fixture
-def never_blocked_loop() -> Iterator[BlockBuster]:
-    with blockbuster_ctx("tieredckpt") as guard:
-        yield guard
 
 
 @pytest.fixture

@@ -31,17 +31,12 @@ from tieredckpt.policy.views import Observed
 TRAINER = Path(__file__).parents[3] / "support" / "trainer.py"
 
 
-@pytest.fixture
-def settings(shared_memory: Path, tmp_path: Path) -> StoreConfig:
-    return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
-
-
 def signals(store: CheckpointStore) -> frozenset[str]:
     return store._life.engine.state.view().signals
 
 
-async def test_a_signal_is_seen_from_when_it_is_raised_until_it_is_withdrawn(settings: StoreConfig) -> None:
-    async with CheckpointStore.open(settings) as store:
+async def test_a_signal_is_seen_from_when_it_is_raised_until_it_is_withdrawn(tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(tiers) as store:
         assert signals(store) == frozenset()
         store.signal("preempt")
         store.signal("keep")
@@ -53,8 +48,8 @@ async def test_a_signal_is_seen_from_when_it_is_raised_until_it_is_withdrawn(set
             store.signal("")
 
 
-def test_a_signal_may_be_raised_by_a_signal_handler(settings: StoreConfig) -> None:
-    with CheckpointStore.open(settings).sync() as store:
+def test_a_signal_may_be_raised_by_a_signal_handler(tiers: StoreConfig) -> None:
+    with CheckpointStore.open(tiers).sync() as store:
         before = signal.signal(signal.SIGUSR1, lambda *_: store.signal("preempt"))
         try:
             signal.raise_signal(signal.SIGUSR1)
@@ -64,7 +59,7 @@ def test_a_signal_may_be_raised_by_a_signal_handler(settings: StoreConfig) -> No
 
 
 async def test_a_tier_is_seen_promoting_while_a_promotion_to_it_is_under_way(
-    settings: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[bool]] = []
     write_packs = copy_step.write_packs
@@ -76,7 +71,7 @@ async def test_a_tier_is_seen_promoting_while_a_promotion_to_it_is_under_way(
         await write_packs(*arguments)
 
     monkeypatch.setattr(copy_step, "write_packs", look)
-    async with CheckpointStore.open(settings) as store:
+    async with CheckpointStore.open(tiers) as store:
         await store.save(1, tree())
         await store.flush()
         assert seen == [[False, True], [False, False]]
@@ -101,7 +96,7 @@ async def test_flush_and_reached_wait_for_a_step_that_waits_for_another_promotio
 
 
 async def test_a_save_by_reference_stalls_training_only_until_it_returns(
-    settings: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, of = threading.Event(), Snapshot.of
 
@@ -110,7 +105,7 @@ async def test_a_save_by_reference_stalls_training_only_until_it_returns(
         return of(*arguments)
 
     monkeypatch.setattr(Snapshot, "of", staticmethod(hold_up))
-    async with CheckpointStore.open(settings) as store:
+    async with CheckpointStore.open(tiers) as store:
         begin = time.monotonic()
         checkpoint = await store.save(1, {"epoch": 1}, capture="reference")
         stall = time.monotonic() - begin
@@ -196,8 +191,8 @@ def kill_a_trainer(settings: StoreConfig, first: int, last: int) -> None:
     assert said == [f"saved {step}\n" for step in range(first, last + 1)]
 
 
-async def test_the_figures_of_a_training_are_on_the_store_and_in_its_events(settings: StoreConfig) -> None:
-    async with CheckpointStore.open(settings) as store:
+async def test_the_figures_of_a_training_are_on_the_store_and_in_its_events(tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(tiers) as store:
         heard = Heard(store)
         for step in (1, 2):
             await store.save(step, tree(step))
@@ -217,17 +212,17 @@ def test_the_effective_training_time_ratio_leaves_out_stalls_and_lost_work() -> 
     assert Observed(0.0, trained_seconds=100, stalled_seconds=5, lost_seconds=15).ettr == pytest.approx(0.8)
 
 
-async def test_trainers_that_die_are_counted_and_the_count_outlives_those_that_do_not(settings: StoreConfig) -> None:
-    async with CheckpointStore.open(settings) as store:
+async def test_trainers_that_die_are_counted_and_the_count_outlives_those_that_do_not(tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(tiers) as store:
         assert store.observed().failures == 0
-    kill_a_trainer(settings, 1, 2)
-    kill_a_trainer(settings, 3, 3)
-    async with CheckpointStore.open(settings) as store:
+    kill_a_trainer(tiers, 1, 2)
+    kill_a_trainer(tiers, 3, 3)
+    async with CheckpointStore.open(tiers) as store:
         assert store.observed().failures == 2
         trained = store.observed().trained_seconds
         assert trained > 0
         await store.save(4, tree())
-    async with CheckpointStore.open(settings) as store:
+    async with CheckpointStore.open(tiers) as store:
         assert store.observed().failures == 2
         assert store.observed().trained_seconds >= trained - 0.1  # a step tells it in tenths of seconds
         restored = await store.restore()

@@ -6,16 +6,13 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reliability.ranks import InProcess, World
 from reliability.tiers import FaultyTiers
-from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from support.cohort import DEADLINE, RanksPlace, assert_whole, part
 from support.limits import limit
 from support.scenes import SOON, config, crash, folder, ram
 
@@ -27,16 +24,7 @@ from tieredckpt.events import StepEvicted, TierFailed
 from tieredckpt.preempt import preemption
 
 
-@dataclass(frozen=True)
-class Place:
-    shared_memory: Path
-    disk: Path
-
-    @asynccontextmanager
-    async def open(self, size: int, **settings: Any) -> AsyncIterator[Cohort]:
-        async with cohort(size, self.shared_memory, self.disk, **settings) as ranks:
-            yield ranks
-
+class Place(RanksPlace):
     def stores(self, world: World, *, capacity: str = "16 MiB", **settings: Any) -> list[CheckpointStore]:
         tiers = {"ram": ram(self.shared_memory / "a", capacity=capacity), "disk": folder(self.disk)}
         chosen = config(tiers, **({"name": "test", "rank_deadline": DEADLINE} | settings))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.frameworks import require
-from support.scenes import config, folder, ram
 
 from tieredckpt import CheckpointStore, Invalid
 from tieredckpt.config import StoreConfig
@@ -15,11 +13,6 @@ from tieredckpt.config import StoreConfig
 jax = require("jax")
 
 Spec = jax.sharding.PartitionSpec
-
-
-@pytest.fixture
-def tiers(shared_memory: Path, tmp_path: Path) -> StoreConfig:
-    return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from support.scenes import config, folder, ram
-from support.trees import TREES, fingerprint
+from support.trees import TREES, fingerprint, setting
 
 from tieredckpt import AS_SAVED, CheckpointStore, Shard
 from tieredckpt.errors import Corrupt, Invalid
@@ -83,16 +83,6 @@ def tree_of(seed: int) -> dict[str, Any]:
         "ordered": collections.OrderedDict(a=rng.random(1), b=rng.random(1)),
         "none": np.empty((0, 3)),
     }
-
-
-def setting(*path: Any, to: Any) -> Callable[[Any], object]:
-    def change(tree: Any) -> None:
-        *above, name = path
-        for part in above:
-            tree = tree[part]
-        tree[name] = to
-
-    return change
 
 
 def read_only(tree: Any) -> None:

@@ -20,17 +20,12 @@ from tieredckpt.events import TierRecovered
 from tieredckpt.format.manifest import ArrayIndex, StepRecord
 
 
-@pytest.fixture
-def two_tiers(shared_memory: Path, tmp_path: Path) -> StoreConfig:
-    return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
-
-
 @pytest.mark.parametrize("loses_ram", [False, True], ids=["with its RAM", "without its RAM"])
 async def test_after_a_rollback_the_newest_save_wins_over_the_higher_step(
     shared_memory: Path, tmp_path: Path, loses_ram: bool
 ) -> None:
-    two_tiers = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
-    store = await CheckpointStore.open(two_tiers)
+    tiers = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
+    store = await CheckpointStore.open(tiers)
     for step in (50, 100, 150, 200):
         await store.save(step, tree(step))
     await store.flush()
@@ -42,7 +37,7 @@ async def test_after_a_rollback_the_newest_save_wins_over_the_higher_step(
     if loses_ram:
         (shared_memory / "of-test").rename(shared_memory / "lost")
 
-    async with CheckpointStore.open(two_tiers) as store:
+    async with CheckpointStore.open(tiers) as store:
         assert {info.step for info in await store.steps() if info.off_branch} == {150, 200}
         restored = await store.restore()
         assert restored is not None
@@ -124,8 +119,8 @@ async def test_off_branch_steps_stay_where_the_policy_keeps_them(shared_memory: 
         assert_same(of_live_line.tree, tree(1020))
 
 
-async def test_a_save_forks_at_an_off_branch_step_that_was_restored_to_resume(two_tiers: StoreConfig) -> None:
-    async with CheckpointStore.open(two_tiers) as store:
+async def test_a_save_forks_at_an_off_branch_step_that_was_restored_to_resume(tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(tiers) as store:
         for step in (10, 20, 30):
             await store.save(step, tree(step))
         await store.flush()
@@ -138,8 +133,8 @@ async def test_a_save_forks_at_an_off_branch_step_that_was_restored_to_resume(tw
         assert lines == {10: False, 20: False, 30: False, 11: True, 31: False}
 
 
-async def test_a_step_number_is_saved_once_on_a_branch_unless_asked_for(two_tiers: StoreConfig) -> None:
-    async with CheckpointStore.open(two_tiers) as store:
+async def test_a_step_number_is_saved_once_on_a_branch_unless_asked_for(tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(tiers) as store:
         await store.save(7, tree(1))
         with pytest.raises(Conflict, match="step 7 was saved before on this branch"):
             await store.save(7, tree(2))
@@ -150,7 +145,7 @@ async def test_a_step_number_is_saved_once_on_a_branch_unless_asked_for(two_tier
         restored = await store.restore(step=7)
         assert restored is not None
         assert_same(restored.tree, tree(2))
-    async with CheckpointStore.open(two_tiers) as store:
+    async with CheckpointStore.open(tiers) as store:
         restored = await store.restore()
         assert restored is not None
         assert_same(restored.tree, tree(2))
@@ -185,7 +180,7 @@ async def test_serials_jump_over_what_a_silent_tier_may_hold(
 
 
 async def test_a_serial_is_used_once_though_its_commit_failed(
-    two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = commit_file.commit
 
@@ -195,7 +190,7 @@ async def test_a_serial_is_used_once_though_its_commit_failed(
         await commit(tier, record, arrays, **how)
 
     monkeypatch.setattr(commit_file, "commit", broken)
-    async with CheckpointStore.open(two_tiers) as store:
+    async with CheckpointStore.open(tiers) as store:
         await store.save(1, tree(1))
         with pytest.raises(RuntimeError):
             await store.save(2, tree(2))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorstore as ts
-from support.cohort import DEADLINE, Cohort, assert_whole, cohort, common, part, whole
+from support.cohort import DEADLINE, RanksPlace, assert_whole, common, part, whole
 from support.insight import tier_of
 from support.limits import limit
 from support.scenes import SOON, config, files_under, folder, pack_bytes, ram
@@ -33,16 +30,7 @@ from tieredckpt.events import CommitFailed, StepEvicted, StepPromoted, TierFaile
 SIZE = 4
 
 
-@dataclass(frozen=True)
-class Place:
-    shared_memory: Path
-    disk: Path
-
-    @asynccontextmanager
-    async def open(self, size: int = SIZE, **settings: Any) -> AsyncIterator[Cohort]:
-        async with cohort(size, self.shared_memory, self.disk, **settings) as ranks:
-            yield ranks
-
+class Place(RanksPlace):
     def steps(self) -> list[str]:
         """Steps with a commit on the shared tier."""
         return sorted(path.parent.name for path in self.disk.glob("steps/*/manifest.ocdbt"))
@@ -54,7 +42,7 @@ class Place:
 @pytest.fixture
 def place(shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     limit(monkeypatch, source_retry=0.05)
-    return Place(shared_memory, tmp_path / "disk")
+    return Place(shared_memory, tmp_path / "disk", SIZE)
 
 
 def same(rank: int, seed: int = 0) -> dict[str, Any]:

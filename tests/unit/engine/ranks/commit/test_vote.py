@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from support.cohort import DEADLINE, Cohort, assert_whole, part
+from support.cohort import RanksPlace as Place
 from support.limits import limit
 from support.scenes import SOON, ram
 
@@ -25,17 +25,6 @@ from tieredckpt.events import CommitFailed, SaveSkipped, StepCommitted, StepEvic
 from tieredckpt.testing.faulty import Hold
 
 SIZE = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    shared_memory: Path
-    disk: Path
-
-    @asynccontextmanager
-    async def open(self, size: int = SIZE, **settings: Any) -> AsyncIterator[Cohort]:
-        async with cohort(size, self.shared_memory, self.disk, **settings) as ranks:
-            yield ranks
 
 
 @pytest.fixture

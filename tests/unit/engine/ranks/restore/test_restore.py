@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.cohort import COLUMNS, DEADLINE, ROWS, Cohort, assert_whole, blank, cohort, common, part, whole
+from support.cohort import COLUMNS, DEADLINE, ROWS, Cohort, RanksPlace, assert_whole, blank, common, part, whole
 from support.insight import mapped_below
 from support.scenes import SOON, config, folder
 
@@ -22,16 +19,7 @@ from tieredckpt.errors import Corrupt, Invalid, NotFound, RanksUnavailable, Tier
 from tieredckpt.events import StepEvicted
 
 
-@dataclass(frozen=True)
-class Place:
-    shared_memory: Path
-    disk: Path
-
-    @asynccontextmanager
-    async def open(self, size: int, **settings: Any) -> AsyncIterator[Cohort]:
-        async with cohort(size, self.shared_memory, self.disk, **settings) as ranks:
-            yield ranks
-
+class Place(RanksPlace):
     def rams(self) -> list[str]:
         """Folders of ranks in shared memory."""
         return sorted(path.parent.name for path in self.shared_memory.glob("*/of-test/ram/*/rank-*/slab.json"))
