@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tieredckpt.blobs.ram.find import FoundRam, find_ram
+from tieredckpt.blobs.ram.find import FoundRam, by_store, find_ram
 from tieredckpt.blobs.ram.folder import locked, ram_root, remove
 from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import output, print_json, print_table, printable, waiting, when
@@ -47,14 +47,7 @@ Root = Annotated[
 
 def found_ram(root: Path | None) -> dict[str, list[FoundRam]]:
     """The RAM folders of this user on this machine, by UUID of the store."""
-    return _by_store(asyncio.run(_found(root)))
-
-
-def _by_store(found: Sequence[FoundRam]) -> dict[str, list[FoundRam]]:
-    stores: dict[str, list[FoundRam]] = {}
-    for each in found:
-        stores.setdefault(each.store, []).append(each)
-    return stores
+    return by_store(asyncio.run(_found(root)))
 
 
 async def _found(root: Path | None) -> list[FoundRam]:
@@ -64,7 +57,7 @@ async def _found(root: Path | None) -> list[FoundRam]:
 
 def print_ram(store: str | None, *, as_json: bool) -> None:
     """List the RAM of a store, or of all stores of this user on this machine."""
-    stores = found_ram(None) if store is None else _by_store(run_aside(ram_of(load(store))))
+    stores = found_ram(None) if store is None else by_store(run_aside(ram_of(load(store))))
     if as_json:
         print_json([_for_programs(uuid, group) for uuid, group in stores.items()])
         return

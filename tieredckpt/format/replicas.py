@@ -9,9 +9,9 @@ from itertools import zip_longest
 import msgspec
 
 from tieredckpt.errors import Conflict
-from tieredckpt.format.layout import parse_block_key
+from tieredckpt.format.layout import array_key
 
-__all__ = ["Difference", "ReplicasDisagree", "array_key", "differences", "show_difference", "show_ranks"]
+__all__ = ["Difference", "ReplicasDisagree", "differences", "show_difference", "show_ranks"]
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -51,12 +51,6 @@ def differences(arrays: Mapping[str, Mapping[int, Sequence[bytes]]]) -> list[Dif
         Difference(next(iter(found)), ranks, next(iter(found.values())), len(found) - 1)
         for ranks, found in keys.items()
     ]
-
-
-def array_key(name: str) -> str:
-    """The key of the array of a storage key, which may be that of a block."""
-    block = parse_block_key(name)
-    return name if block is None else block[0]
 
 
 def _in_minority(digests: Mapping[int, Sequence[bytes]]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+import timeit
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ _ROUNDS = 3
 def measure_copy(nbytes: int) -> float:
     """Bytes a second at which warm memory is copied by one thread; the best of three."""
     source, target = _warm(nbytes), _warm(nbytes)
-    return nbytes / min(_timed(lambda: np.copyto(target, source)) for _ in range(_ROUNDS))
+    return nbytes / min(timeit.repeat(lambda: np.copyto(target, source), repeat=_ROUNDS, number=1))
 
 
 async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
@@ -54,9 +54,3 @@ def _warm(nbytes: int) -> npt.NDArray[np.uint8]:
     if nbytes < ALIGNMENT:
         raise ValueError(f"{format_size(nbytes)} are too few to measure with")
     return warm_memory(nbytes)
-
-
-def _timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin

@@ -11,7 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tieredckpt.engine.keeping.policies import is_due, is_wanted, leaving, leaving_for, waits_for_promotion
+from tieredckpt.engine.keeping.policies import (
+    is_due,
+    is_wanted,
+    leaving,
+    leaving_for,
+    leaving_when_full,
+    waits_for_promotion,
+)
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Branch
@@ -170,10 +177,7 @@ class World(State):
         """Evict until the tier has room for one more step, None for a new one; False when nothing more may go."""
         if self._fits(tier):
             return True
-        going = leaving(self, tier)
-        if tier.rung.ram:
-            going += [old for old in sorted(tier.steps.held) if old not in going and self._elsewhere(old, tier)]
-        for old in going:
+        for old in leaving_when_full(self, tier):
             if not waits_for_promotion(self, old, tier) and self._try_evict(old, tier) and self._fits(tier):
                 return True
         if not tier.rung.ram:
@@ -206,9 +210,6 @@ class World(State):
             tier.capacity is None
             or tier.used + self.scenario.added(len(tier.steps.held), tier.rung.share) <= tier.capacity
         )
-
-    def _elsewhere(self, step: StepId, tier: WorldTier) -> bool:
-        return any(step in other.steps.held and other.answers for other in self.tiers if other is not tier)
 
     def _try_evict(self, step: StepId, tier: WorldTier) -> bool:
         if step not in tier.steps.held or why_not(self, step, tier):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from tieredckpt.errors import Conflict, Corrupt
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StoreMarker, decode_marker
 
-__all__ = ["FoundRam", "find_ram", "judged", "marker_at", "store_in"]
+__all__ = ["FoundRam", "by_store", "find_ram", "judged", "marker_at", "store_in"]
 
 _RANK = re.compile(rf"{RANK_FOLDER}(\d{{1,9}})(?:\.replica)?")
 
@@ -83,6 +84,14 @@ def judged(found: FoundRam) -> FoundRam:
         elif there is None and place.seen and not is_removed(place, look_at(path)):
             elsewhere.append(place.location)
     return msgspec.structs.replace(found, holding=tuple(holding), elsewhere=tuple(elsewhere))
+
+
+def by_store(found: Iterable[FoundRam]) -> dict[str, list[FoundRam]]:
+    """RAM folders by the UUID of their store."""
+    stores: dict[str, list[FoundRam]] = {}
+    for each in found:
+        stores.setdefault(each.store, []).append(each)
+    return stores
 
 
 def store_in(folder: Path) -> StoreMarker | None:

@@ -14,7 +14,7 @@ from tieredckpt.blobs.base import BlobInfo, Sweep
 from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
-from tieredckpt.engine.keeping.policies import leaving, waits_for_promotion
+from tieredckpt.engine.keeping.policies import leaving, leaving_when_full, waits_for_promotion
 from tieredckpt.engine.opening.scan import step_folders
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
@@ -98,10 +98,8 @@ class Collector:
             if step not in self._state.membership.undecided:
                 await self.evictor.let_part_go(step, tier)
                 self._state.membership.part_dropped(step)
-        going = leaving(self._state, tier)
-        if tier.in_memory:
-            going += [step for step in sorted(tier.steps.held) if step not in going and self._elsewhere(step, tier)]
-        else:
+        going = leaving_when_full(self._state, tier)
+        if not tier.in_memory:
             await self.collect(tier, orphans=False)
             if enough():
                 return True
@@ -115,9 +113,6 @@ class Collector:
             if enough():
                 return True
         return False
-
-    def _elsewhere(self, step: StepId, tier: Tier) -> bool:
-        return any(step in other.steps.held and other.answers for other in self._state.tiers if other is not tier)
 
     async def freed_by(self, steps: Collection[StepId], tier: Tier) -> int:
         """Bytes of the packs of a tier that would be dead without these steps."""

@@ -23,6 +23,7 @@ __all__ = [
     "is_wanted",
     "leaving",
     "leaving_for",
+    "leaving_when_full",
     "retained",
     "save_is_due",
     "waits_for_promotion",
@@ -140,6 +141,14 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
         return []
     order.sort(key=lambda serial: found[serial].on_line)
     return [StepId(serial, found[serial].step) for serial in order]
+
+
+def leaving_when_full(state: State, tier: Tier) -> list[StepId]:
+    """As `leaving`; from RAM, which is a cache, then also retained steps that another tier holds, oldest first."""
+    going = leaving(state, tier)
+    others = [other.steps.held for other in state.tiers if tier.in_memory and other is not tier and other.answers]
+    elsewhere = (step for step in sorted(tier.steps.held) if any(step in held for held in others))
+    return going + [step for step in elsewhere if step not in going]
 
 
 def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:

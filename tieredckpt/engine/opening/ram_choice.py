@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tieredckpt.blobs.ram.find import FoundRam
+from tieredckpt.blobs.ram.find import FoundRam, by_store
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.blobs.ram.owner import Place, shares
 from tieredckpt.config import StoreConfig
@@ -55,7 +55,7 @@ def choose(tiers: Sequence[SeenTier], found: Sequence[FoundRam], config: StoreCo
     Raises:
         Conflict: two tiers have markers of two stores.
     """
-    stores = _by_store(found)
+    stores = by_store(found)
     ours = [tier.place for tier in tiers]
     near = {store: group for store, group in stores.items() if notes(group, ours)}
     marked = [tier for tier in tiers if tier.marker is not None]
@@ -109,13 +109,6 @@ def _from_ram(candidates: Mapping[str, Sequence[FoundRam]], left: dict[str, Sequ
     rest = {store: others for store, others in candidates.items() if store != best}
     marker = max(group, key=lambda each: each.used_at).marker
     return Choice(marker, not seen, {**left, **rest})
-
-
-def _by_store(found: Sequence[FoundRam]) -> dict[str, list[FoundRam]]:
-    stores: dict[str, list[FoundRam]] = {}
-    for each in found:
-        stores.setdefault(each.store, []).append(each)
-    return stores
 
 
 def may_return(group: Sequence[FoundRam], ours: Sequence[Place]) -> bool:

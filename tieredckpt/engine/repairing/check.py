@@ -9,19 +9,16 @@ from typing import TypeVar
 from tieredckpt._batches import batches
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece
-from tieredckpt.engine.restoring.reader import read_pieces
+from tieredckpt.engine.restoring.reader import Place, place_of, read_pieces
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.digest import digest
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Place", "Scan", "check"]
+__all__ = ["Scan", "check"]
 
 T = TypeVar("T")
-
-Place = tuple[str, int, bytes]
-"""Place of a chunk: pack, offset and digest."""
 
 _BATCH = 64 << 20
 _BATCH_SECONDS = 0.25
@@ -72,18 +69,13 @@ async def check(state: State, source: StepSource, scan: Scan) -> None:
         source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
     # The store digests on threads of its own, and the user has said how many may do so; as many wait for the device.
     read = partial(read_pieces, state, source, source.tier, digested_reads=2 * state.config.copy_threads)
-    unread = {_place(piece): piece for piece in stored if _place(piece) not in scan.intact}
+    unread = {place_of(piece): piece for piece in stored if place_of(piece) not in scan.intact}
     for batch in scan.batches((unread[place] for place in sorted(unread)), lambda piece: piece.nbytes):
         await scan.turn(sum(piece.nbytes for piece in batch))
         failed = {id(piece) for piece in await read(batch)}
         if source.silence is not None:
             return  # what was not read is not known to be damaged
-        scan.intact.update((_place(piece), id(piece) not in failed) for piece in batch)
+        scan.intact.update((place_of(piece), id(piece) not in failed) for piece in batch)
     for piece in stored:
-        if not scan.intact[_place(piece)] and unread.get(_place(piece)) is not piece:
+        if not scan.intact[place_of(piece)] and unread.get(place_of(piece)) is not piece:
             source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as another step showed"))
-
-
-def _place(piece: Piece) -> Place:
-    extent = piece.extent
-    return extent.path, extent.offset, piece.chunk.digest

@@ -31,10 +31,12 @@ from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import Chunk, StepId, StepRecord
 from tieredckpt.tree.device_target import Filled
 
-__all__ = ["Read", "fill", "read_pieces"]
+__all__ = ["Place", "Read", "fill", "place_of", "read_pieces"]
 
 Bytes = npt.NDArray[np.uint8]
 
+Place = tuple[str, int, bytes]
+"""Place of a chunk: pack, offset and digest."""
 
 _SCRATCH_RUNS = 3
 """Runs at a time that pass through scratch memory: few, so that it stays in the processor's cache."""
@@ -217,14 +219,15 @@ def _chunk(piece: Piece) -> tuple[Chunk, int]:
     return piece.chunk, piece.nbytes
 
 
-def _order(piece: Piece) -> tuple[str, int, bytes]:
+def place_of(piece: Piece) -> Place:
+    """Where a tier has the chunk, and which it is."""
     extent = piece.extent
     return extent.path, extent.offset, piece.chunk.digest
 
 
 def _runs(pieces: list[Piece], encoding: Encoding) -> list[Run]:
     runs: list[Run] = []
-    for piece in sorted(pieces, key=_order):
+    for piece in sorted(pieces, key=place_of):
         where = piece.extent
         path, offset = where.path, where.offset
         end = offset + where.length - encoding.checksum_size

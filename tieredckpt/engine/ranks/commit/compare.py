@@ -23,8 +23,9 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.wire_types import decode, encode
 from tieredckpt.errors import Conflict, RanksUnavailable
 from tieredckpt.format.digest import SIZE, digest
+from tieredckpt.format.layout import array_key
 from tieredckpt.format.manifest import StepIndex
-from tieredckpt.format.replicas import Difference, array_key, differences, show_ranks
+from tieredckpt.format.replicas import Difference, differences, show_ranks
 from tieredckpt.tree.flatten import Flat, Replicated
 from tieredckpt.tree.leaf import ArrayLeaf
 
