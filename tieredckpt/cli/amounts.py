@@ -25,12 +25,12 @@ def size(option: str, text: str) -> int:
 
 
 def rate(option: str, text: str) -> int:
-    """Bytes a second of the value of an option. Raises `Invalid`, for a number without a unit as well."""
+    """Bytes a second of the value of an option. Raises `Invalid`, for 0 and for a number without a unit as well."""
     if (number := _bare(text.strip().removesuffix("/s"))) is not None:
         raise Invalid(
             f"{option}={text}: a speed needs a unit; write '{number} GB/s', '{number} GiB/s' or '{number} B/s'"
         )
-    return _parsed(parse_rate, option, text)
+    return _parsed(parse_rate, option, text) or _refuse_zero(option)
 
 
 def duration(option: str, text: str, *, or_zero: bool = False) -> float:

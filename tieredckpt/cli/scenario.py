@@ -222,8 +222,6 @@ def rates(option: str, options: Sequence[str] | None, nodes: int) -> dict[str, f
     for name, text in _pairs(options, "TIER=RATE"):
         each = text.removesuffix("/node")
         found[name] = float(amounts.rate(f"{option} {name}", each)) * (nodes if each != text else 1)
-        if not found[name]:
-            raise Invalid(f"tier {name!r}: a speed must be more than 0, not {text!r}")
     return found
 
 

@@ -62,12 +62,9 @@ def _rate(text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        rate = amounts.rate("--rate", text)
+        return amounts.rate("--rate", text)
     except Invalid as error:
         raise typer.BadParameter(str(error), param_hint="--rate") from error
-    if not rate > 0:
-        raise typer.BadParameter("should be greater than 0", param_hint="--rate")
-    return rate
 
 
 def _held(store: SyncStore, tier: str | None) -> int:
