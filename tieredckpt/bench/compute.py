@@ -31,11 +31,11 @@ class ComputeLoop:
         np.matmul(self._a, self._b, out=self._out)
         sum(i * i for i in range(1000))  # what holds the interpreter, as a training's own Python does
 
-    def undisturbed(self, least: float = _CALIBRATION) -> float:
-        """Seconds of an iteration when nothing else runs: the median over ``least`` seconds."""
+    def undisturbed(self) -> float:
+        """Seconds of an iteration when nothing else runs: the median over `_CALIBRATION` seconds."""
         took: list[float] = []
         begin = now = time.perf_counter()
-        while now - begin < least:
+        while now - begin < _CALIBRATION:
             self._iterate()
             after = time.perf_counter()
             took.append(after - now)

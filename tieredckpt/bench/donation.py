@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,12 @@ CAPTURES = ("copy", "wait", "device", "pinned_host")
 _ARRAYS = 32
 
 
-def measure_donation(nbytes: int, repeats: int, captures: Sequence[str] = CAPTURES) -> dict[str, tuple[float, ...]]:
+def measure_donation(nbytes: int, repeats: int) -> dict[str, tuple[float, ...]]:
     """By capture: seconds until `save` returned, that the training lost, and until the step was in RAM; medians.
 
     Args:
         nbytes: of the state, float32 in 32 arrays on JAX's default device.
         repeats: saves of each capture, after one that is not counted.
-        captures: of `CAPTURES`.
     """
     import jax
     import jax.numpy as jnp
@@ -51,7 +49,7 @@ def measure_donation(nbytes: int, repeats: int, captures: Sequence[str] = CAPTUR
     with places(Path(tempfile.gettempdir())) as where:
         ram = RamTier(name="ram", path=where.shared / "ram", capacity=slab, retain=keep, on_close="release")
         with CheckpointStore.open(StoreConfig(name="donation", tiers=(ram,))).sync() as store:
-            for capture in captures:
+            for capture in CAPTURES:
                 rows = []
                 for _ in range(repeats + 1):
                     state = jax.block_until_ready(step(state))

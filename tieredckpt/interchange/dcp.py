@@ -249,7 +249,7 @@ def _is_box(numbers: Any, like: Any) -> bool:
 # -- writing ----------------------------------------------------------------------------------------------
 
 
-def _write(step: StepContent, to: Path, **options: Any) -> dict[str, bytes]:
+def _write(step: StepContent, to: Path) -> dict[str, bytes]:
     """Write a folder by DCP itself; arrays of every kind become tensors, and are read when it writes them."""
     specs: dict[int, ArraySpec] = {}
 

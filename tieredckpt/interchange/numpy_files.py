@@ -93,7 +93,7 @@ def _read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield name, content(_array(path, name, member))
 
 
-def _write_folder(step: StepContent, to: Path, **options: Any) -> dict[str, bytes]:
+def _write_folder(step: StepContent, to: Path) -> dict[str, bytes]:
     """A folder of ``.npy``, and its index."""
     index, written = [], {}
     to.mkdir()

@@ -15,6 +15,7 @@ from tieredckpt.bench.peers.base import absent
 
 __all__ = ["CudaTraining", "copy_rates", "cuda_peers", "device_memory"]
 
+_WIDTH = 4096
 _BATCH = 2048
 _SAMPLE = 1 << 30
 """Bytes that `copy_rates` copies at a time."""
@@ -55,18 +56,18 @@ def copy_rates() -> tuple[float, float]:
 class CudaTraining:
     """A multilayer perceptron with AdamW, of about ``nbytes``, on the first device."""
 
-    def __init__(self, nbytes: int, width: int = 4096) -> None:
+    def __init__(self, nbytes: int) -> None:
         import torch
 
         self._torch = torch
-        layers = max(1, round(nbytes / _BYTES_OF_PARAMETER / width**2))
+        layers = max(1, round(nbytes / _BYTES_OF_PARAMETER / _WIDTH**2))
         # There at once: on the host, the first values of 20 GB take a quarter of a minute.
-        made = (torch.nn.Linear(width, width, bias=False, device="cuda") for _ in range(layers))
+        made = (torch.nn.Linear(_WIDTH, _WIDTH, bias=False, device="cuda") for _ in range(layers))
         self._model = torch.nn.Sequential(*made)
         for weight in self._model.parameters():  # else 100 layers shrink what they are given to nothing
-            torch.nn.init.normal_(weight, std=width**-0.5)
+            torch.nn.init.normal_(weight, std=_WIDTH**-0.5)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
-        self._batch = torch.randn(_BATCH, width, device="cuda")
+        self._batch = torch.randn(_BATCH, _WIDTH, device="cuda")
         self.device = torch.cuda.get_device_name()
         self.passes = 1
         self.forward()
