@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -247,14 +247,8 @@ def _places(*, keep: bool) -> Iterator[tuple[Path, Path]]:
             yield folder, ram
         finally:
             shutil.rmtree(ram, ignore_errors=True)
-            _remove_if_empty(ram.parent)
+            with suppress(OSError):  # another store of this user lives there, or it was not made
+                ram.parent.rmdir()
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        return  # another store of this user lives there, or it was not made

@@ -37,32 +37,12 @@ from pydantic_core import to_jsonable_python
 from tieredckpt.config.checks import impossible
 from tieredckpt.config.kinds import kind_of_url
 from tieredckpt.config.store_settings import StoreSettings
-from tieredckpt.config.tiers import (
-    WITH_SECRETS,
-    ChfsTier,
-    KvstoreTier,
-    PosixTier,
-    RamTier,
-    TierConfig,
-    expand,
-    substitute,
-    url_scheme,
-)
+from tieredckpt.config.tiers import WITH_SECRETS, TierConfig, expand, substitute, url_scheme
 from tieredckpt.errors import Conflict, Invalid, NotFound
 from tieredckpt.policy.base import offer
 from tieredckpt.settings import Place, Problem, did_you_mean, explain, problems, refusal
 
-__all__ = [
-    "ChfsTier",
-    "KvstoreTier",
-    "PosixTier",
-    "RamTier",
-    "StoreConfig",
-    "TierConfig",
-    "dump_with_secrets",
-    "load",
-    "to_toml",
-]
+__all__ = ["StoreConfig", "dump_with_secrets", "load", "to_toml"]
 
 
 _TABLES = ("tiers", "exports")
