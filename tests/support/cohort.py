@@ -174,8 +174,3 @@ def assert_whole(restored: Restored | None, seed: int) -> None:
     for name, array in restored.tree["own"].items():
         np.testing.assert_array_equal(array, np.arange(5) + int(name.removeprefix("rank")))
     assert restored.tree["epoch"] == seed
-
-
-async def no_commit(disk: Path, step: int) -> None:
-    """Nothing on the shared tier says that the step is there."""
-    assert not list(disk.glob(f"steps/{step:010d}-*/manifest.ocdbt"))
