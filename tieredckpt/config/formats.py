@@ -61,8 +61,9 @@ class Format:
     """The tree at a path, its arrays whole. Runs nothing of what it reads; raises `NotFound`, `Invalid` and `Corrupt`,
     naming file and key."""
     write: Callable[..., Digests] | None = None
-    """``write(step, to, **options)`` writes all arrays of a `StepContent` to ``to``, a path at which nothing is, and
-    tells what was written. Raises `Invalid`, naming the key, for what the format cannot have, before it reads any."""
+    """``write(step, to, **options)`` writes all arrays of ``step`` to ``to``, a path at which nothing is, and tells
+    what was written; ``step`` is a `tieredckpt.engine.exporting.content.StepContent`. Raises `Invalid`, naming the key,
+    for what the format cannot have, before it reads any."""
     stream: Callable[..., Digests] | None = None
     """``stream(step, files, **options)``: as ``write``, in the place of it, to `Files`. Without the last of the files a
     reader of the format finds nothing, so this one commits the others where they cannot all appear at once."""

@@ -2,6 +2,7 @@
 
 `engine` composes the parts and owns their life, `loop` is the way in from other loops and threads, `admin` does what
 a person asks for by hand. The rooms, from the lowest to the highest, each of which imports downwards only: `tier`,
-`state`, `opening`, `keeping`, `restoring`, `promoting`, `repairing`, `saving`, `ranks`, `transport`, `agent`, `mode`.
+`state`, `opening`, `keeping`, `restoring`, `promoting`, `repairing`, `saving`, `ranks`, `transport`, `agent`,
+`exporting`, `mode`.
 docs/explanation/architecture.md draws the map.
 """
