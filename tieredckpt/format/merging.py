@@ -29,7 +29,10 @@ from tieredckpt.format.structure import (
     with_children,
 )
 
-__all__ = ["merge", "merge_structures", "show_ranks"]
+__all__ = ["RUN", "merge", "merge_structures", "show_ranks"]
+
+RUN = "run"
+"""In the provenance of a part: the run of all ranks that saved it. Several runs may give one serial to one step."""
 
 _Group: TypeAlias = list[tuple[int, Node]]
 """Nodes at one path of the tree, one for each different node, with the lowest rank that has it."""
@@ -92,6 +95,8 @@ def _record(parts: Sequence[Part]) -> StepRecord:
                 raise Conflict(
                     f"{first.id}: ranks {ranks[0]} and {rank} do not mean one step: {name} is {ours!r} and {theirs!r}"
                 )
+        if record.provenance.get(RUN) != first.provenance.get(RUN):
+            raise Conflict(f"{first.id}: ranks {ranks[0]} and {rank} have parts of it that different runs saved")
         metrics = {**record.metrics, **metrics}
     if len(ranks) != len(set(ranks)):
         raise Conflict(f"{first.id} has two parts of one rank")

@@ -19,7 +19,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.grid import Grid, plan_block
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, StepRecord
-from tieredckpt.format.merging import merge, merge_structures
+from tieredckpt.format.merging import RUN, merge, merge_structures
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, PartChunk
 from tieredckpt.format.structure import (
@@ -147,6 +147,16 @@ def test_parts_of_different_steps_are_none(changes: dict[str, Any]) -> None:
     message = conflict(rows(0, 2), Part(msgspec.structs.replace(other.record, **changes), other.arrays))
     assert "ranks 0 and 1" in message
     assert next(iter(changes)) in message
+
+
+def test_parts_of_one_serial_that_different_runs_saved_are_no_step() -> None:
+    def of_run(part: Part, run: str) -> Part:
+        return Part(msgspec.structs.replace(part.record, provenance={RUN: run}), part.arrays)
+
+    assert merge([of_run(rows(0, 2), "one"), of_run(rows(1, 2), "one")]).record.provenance == {RUN: "one"}
+    assert "ranks 0 and 1 have parts of it that different runs saved" in conflict(
+        of_run(rows(0, 2), "one"), of_run(rows(1, 2), "other")
+    )
 
 
 def whole(rank: int, digest: bytes, cell: tuple[int, ...] = SHAPE) -> Part:

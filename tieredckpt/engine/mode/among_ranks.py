@@ -82,7 +82,9 @@ class AmongRanks(Alone):
     ) -> None:
         if not state.read_only:
             _check_derived(state.config.tiers)
-        state.membership = Membership(group.rank, group.size, tuple(group.local_ranks), state.membership.role)
+        state.membership = Membership(
+            group.rank, group.size, tuple(group.local_ranks), state.membership.role, group.run
+        )
         self.ranked = Ranked(state, collector, group, open_tiers, partial(look_up, state), promote_at_once)
         self.report_stuck = self.ranked.report_stuck
         self._refused: tuple[int, BaseException, asyncio.TimerHandle] | None = None

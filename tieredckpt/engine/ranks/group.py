@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -41,6 +42,8 @@ class Group:
         """Seconds that the ranks wait for each other."""
         self.nodes: tuple[str, ...] = ()
         """The machine of every rank, by rank."""
+        self.run = ""
+        """Random name of what these processes do together until they close."""
         self._silent: set[int] = set()
         """Ranks that have timed out, and from which nothing has come since."""
         self._left = False
@@ -70,8 +73,10 @@ class Group:
     async def open(self) -> None:
         """Connect to all other ranks. Raises as `Communicator.open`."""
         await self.communicator.open(timeout=self.deadline)
-        nodes = await exchange(self.communicator, "nodes", self.communicator.node.encode(), timeout=self.deadline)
-        self.nodes = tuple(node.decode() for node in nodes)
+        mine = encode((self.communicator.node, secrets.token_hex(8)))
+        said = await exchange(self.communicator, "nodes", mine, timeout=self.deadline)
+        self.nodes, runs = zip(*(decode(each, tuple[str, str]) for each in said), strict=True)
+        self.run = runs[COORDINATOR]
 
     def begin(
         self, apply: Callable[[Logged], Awaitable[None]], hear: Callable[[int, Reported], Awaitable[None]]

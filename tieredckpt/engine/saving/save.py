@@ -46,6 +46,7 @@ from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
 from tieredckpt.events import OriginIgnored, SaveSkipped, StepSaved
 from tieredckpt.format.joining import join
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
+from tieredckpt.format.merging import RUN
 from tieredckpt.tree.flatten import Flat
 
 __all__ = ["Saved", "Writer", "versions"]
@@ -320,6 +321,7 @@ class Writer:
                     max(0.0, time.time() - state.observation.observed.started_at),
                     state.observation.observed.stalled_seconds,
                 ),
+                **({RUN: state.membership.run} if state.membership.run else {}),
                 **({RESTORED_LOSSY: continued.lossy} if continued.lossy else {}),
             },
             policy=self._policies,

@@ -40,6 +40,8 @@ class Membership:
     local_ranks: tuple[int, ...] = (0,)
     """The ranks of this machine, this one included."""
     role: Role = Role.WHOLE
+    run: str = ""
+    """Random name of what several ranks save from opening to closing; empty in a process alone."""
     streamed: dict[StepId, Streamed] = field(default_factory=dict)
     """This rank's parts of steps that RAM could not hold, until they are committed."""
     promised: dict[str, dict[str, set[str]]] = field(default_factory=dict)

@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from reliability.ranks import InProcess, World
 from reliability.tiers import FaultyTiers
-from support.cohort import DEADLINE, RanksPlace, assert_whole, part
+from support.cohort import DEADLINE, Cohort, RanksPlace, assert_whole, part, whole
 from support.limits import limit
 from support.scenes import SOON, config, crash, folder, ram
 
@@ -20,7 +21,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.ram.folder import take
 from tieredckpt.errors import Conflict, Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
-from tieredckpt.events import StepEvicted, TierFailed
+from tieredckpt.events import StepCommitted, StepEvicted, TierFailed
 from tieredckpt.preempt import preemption
 
 
@@ -257,6 +258,28 @@ async def test_what_one_process_saved_alone_is_restored_and_promoted_by_ranks(pl
             assert_whole(restored, 1)
         await ranks.all(lambda store, rank: store.flush())
         assert [await store.where(1) for store in ranks.stores] == [("ram", "disk")] * 3
+
+
+async def test_parts_that_different_runs_left_under_one_serial_are_no_step(place: Place) -> None:
+    """Runs on disjoint nodes continue one step and give their next saves one serial; a third has a node of each."""
+
+    async def save(ranks: Cohort, step: int, seed: int) -> None:
+        await ranks.all(lambda store, rank: store.save(step, {"w": part(seed, rank, 2)["w"], "step": step}))
+        await asyncio.gather(*(heard.first(StepCommitted) for heard in ranks.heard))
+
+    never = {"disk_settings": {"promote": "never"}, "crashing": True}
+    async with place.open(2, nodes=["a", "b"], **never) as ranks:
+        await save(ranks, 1, 1)
+        await ranks[0].promote(1, "disk")
+    for nodes, seed in ((["c", "d"], 20), (["e", "f"], 30)):
+        async with place.open(2, nodes=nodes, **never) as ranks:
+            await ranks.restored()
+            await save(ranks, 2, seed)
+    async with place.open(2, nodes=["c", "f"], **never) as ranks:
+        for restored in await ranks.restored():
+            assert restored is not None
+            assert restored.step == 1
+            np.testing.assert_array_equal(restored.tree["w"], whole(1))
 
 
 async def test_a_shared_tier_that_fails_is_told_on_all_ranks_and_to_who_waits(place: Place) -> None:
