@@ -19,6 +19,7 @@ on, and the outcome is in the log.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import queue
@@ -26,6 +27,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -156,7 +158,8 @@ class Preemption:
     def _promote_newest(self, saved: Callable[[], Awaitable[None]]) -> bool:
         """Whether the tier has the newest step, before the time is out; ``saved`` waits for saves under way."""
         newest = self._state.newest()
-        kept = not self._engine.captures.pending and (newest is None or newest in self._tier.steps.held)
+        saving = self._engine.captures.pending or self._state.membership.undecided
+        kept = not saving and (newest is None or newest in self._tier.steps.held)
         left = self._warned_at + self._seconds - time.monotonic()
         work = self._store._life.loop.submit(self._keep(saved))
         try:
@@ -176,7 +179,18 @@ class Preemption:
     async def _keep(self, saved: Callable[[], Awaitable[None]]) -> StepId | None:
         """Promote the newest step, and keep trying; None where nothing was saved."""
         await saved()
-        while (step := self._state.newest()) is not None and step not in self._tier.steps.held:
+        undecided = self._state.membership.undecided
+        while True:
+            # The ranks vote on a save at once; where one is silent, the step before is better than none.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TRY_AGAIN):
+                    await self._state.changed.until(lambda: not undecided)
+            step = self._state.newest()
+            if step is None or step in self._tier.steps.held:
+                if not undecided:
+                    break
+                self._why = f"the ranks have not decided on {min(undecided)}"
+                continue
             try:
                 await self._promote(step)
             except Exception as error:  # the code of a tier may raise anything, and time is not out yet

@@ -108,6 +108,34 @@ async def test_a_rank_that_alone_is_warned_ends_with_the_newest_step_durable(
         assert await ranks[0].where(1) == ("ram",)
 
 
+async def save_on_a_warning(ranks: Cohort, rank: int, step: int, *, seconds: float) -> None:
+    """All ranks save; one of them was warned, and its block ends."""
+    with preemption(ranks[rank], seconds=seconds):
+        signal.raise_signal(signal.SIGTERM)
+        await ranks.save(step)
+
+
+@pytest.mark.parametrize("warned", [0, 1])
+async def test_what_a_warned_rank_saves_last_is_durable_when_it_ends(
+    warned: int, shared_memory: Path, tmp_path: Path
+) -> None:
+    async with cohort(2, shared_memory, tmp_path / "disk", crashing=True) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        ranks.world.delay(1, 0.3, "send", topic="saved/*")  # so the block ends before the vote does
+        with pytest.raises(SystemExit) as ended:
+            await save_on_a_warning(ranks, warned, 2, seconds=SOON)
+        assert ended.value.code == EXIT_STATUS
+        assert await ranks[warned].where(2) == ("ram", "disk")
+
+
+async def test_a_warned_rank_whose_last_save_is_not_decided_on_says_so(shared_memory: Path, tmp_path: Path) -> None:
+    async with cohort(2, shared_memory, tmp_path / "disk", crashing=True) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        ranks.world.kill(1, "send", topic="saved/*")
+        with pytest.raises(SystemExit, match="not decided on step 2"):
+            await save_on_a_warning(ranks, 0, 2, seconds=2.0)
+
+
 async def test_a_step_that_is_on_its_way_when_a_rank_is_warned_is_written_once(
     shared_memory: Path, tmp_path: Path
 ) -> None:
