@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.wrap import Pace
-from tieredckpt.concurrency import in_thread
+from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.state.state import State
@@ -301,9 +301,8 @@ async def _receive(state: State, transfer: Transfer, taken: _Taken, lacks: Itera
                 done, checking = await asyncio.wait(checking, return_when=asyncio.FIRST_COMPLETED)
                 wrong += sum(not task.result() for task in done)
     finally:
-        if checking:
-            done, _ = await asyncio.wait(checking)
-            wrong += sum(not task.result() for task in done)
+        await outlast(asyncio.gather(*checking, return_exceptions=True))  # they use memory that is released next
+    wrong += sum(not task.result() for task in checking)
     if wrong:
         raise Corrupt(f"{wrong} of the chunks that rank {source} gave for a replica are not what was saved")
 

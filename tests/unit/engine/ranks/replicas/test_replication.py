@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from support.scenes import CHUNK, config, ram
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
+from tieredckpt.engine.ranks.replicas import copy_part
 from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, receive_part, send_part
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.state import State
@@ -29,7 +31,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, RanksUnavailable, TierUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format import grid
-from tieredckpt.format.digest import digest
+from tieredckpt.format.digest import digest, digest_array
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StoreMarker
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree.flatten import flatten
@@ -245,6 +247,29 @@ async def test_a_part_that_was_let_go_is_not_waited_for(shared_memory: Path) -> 
     async with nodes(shared_memory, World(2)) as (source, holder):
         for end in await copy(source, holder, StepId(7, 7), 1):
             assert isinstance(end, NotFound)
+
+
+async def test_a_copy_that_is_cancelled_while_chunks_are_verified_ends_when_they_are(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Barrier(3), threading.Event()
+
+    def slow_digest(memory: Any) -> bytes:
+        begun.wait(SOON)
+        go_on.wait(SOON)
+        return digest_array(memory)
+
+    monkeypatch.setattr(copy_part, "digest_array", slow_digest)
+    async with nodes(shared_memory, World(2)) as (source, holder):
+        step = await source.save(1, {"w": tree(1)["w"][: 2 * CHUNK]})
+        copying = asyncio.create_task(copy(source, holder, step, 1))
+        await asyncio.to_thread(begun.wait, SOON)
+        copying.cancel()
+        done, _ = await asyncio.wait([copying], timeout=0.1)
+        assert not done
+        go_on.set()
+        await asyncio.gather(copying, return_exceptions=True)
+        assert holder.used == 0
 
 
 async def test_a_giver_whose_ram_is_gone_says_so(shared_memory: Path) -> None:
