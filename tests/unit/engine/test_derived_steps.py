@@ -21,7 +21,7 @@ from tieredckpt.engine.saving.copy_to_slab import _waiting_helps
 from tieredckpt.engine.state.promotions import promoting
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
-from tieredckpt.events import ChunkRepaired, StepPromoted, StepRestored
+from tieredckpt.events import ChunkRepaired, StepEvicted, StepPromoted, StepRestored
 from tieredckpt.format import layout
 
 
@@ -450,8 +450,11 @@ async def test_an_agent_derives_and_its_trainer_knows(tmp_path: Path, shared_mem
         assert restored.lossy
 
 
-async def test_several_ranks_derive_from_what_all_see(tmp_path: Path, shared_memory: Path) -> None:
-    archive = folder(tmp_path / "archive", lossy=[{"keys": ["**"], "max_error": "0.4%"}])
+async def test_several_ranks_derive_from_what_all_see(
+    tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = [{"keys": ["**"], "max_error": "0.4%"}]
+    archive = folder(tmp_path / "archive", lossy=rules, retain={"kind": "last_n", "n": 1})
     async with cohort(2, shared_memory, tmp_path / "disk", slower={"archive": archive}) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
         await ranks.all(lambda store, _: store.flush())
@@ -461,6 +464,11 @@ async def test_several_ranks_derive_from_what_all_see(tmp_path: Path, shared_mem
         (found,) = await ranks[0].verify(1, "archive")
         assert found.intact
         assert ["archive" in store._life.open_engine.promoters for store in ranks.stores] == [True, False]
+        for step in (2, 3):
+            await ranks.reached(await ranks.save(step), "disk")
+            await ranks.all(lambda store, _: store.flush())
+        await ranks.heard[0].first(StepEvicted, lambda event: event.tier == "archive")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_several_ranks_are_refused_a_lossy_tier_without_a_tier_before_it_that_all_see(

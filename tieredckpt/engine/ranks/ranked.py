@@ -248,6 +248,8 @@ class Ranked:
     def _report(self, event: Event) -> None:
         """At rank 0: publish events of steps and shared tiers to the other ranks."""
         state = self._state
+        if any(getattr(event, "tier", None) == tier.name for tier in state.derived):
+            return  # the others know nothing of those
         if isinstance(event, CommitFailed) and event.tier is None:
             self.plan.failed(event.step)
         elif isinstance(event, StepCommitted):
@@ -256,8 +258,7 @@ class Ranked:
                 self.replicas.saved(StepId(event.serial, event.step))
         elif isinstance(event, StepPromoted):
             tier = state.tier(event.tier)
-            held = tier.steps.held.get(StepId(event.serial, event.step))
-            if held is not None:
+            if (held := tier.steps.held.get(StepId(event.serial, event.step))) is not None:
                 promoted = HeldStep(brief(held.record), held.btree_key)
                 self.group.publish(Promoted(tier.name, promoted, tier.used, event.seconds, event.lag))
         elif isinstance(event, StepEvicted):
@@ -271,9 +272,8 @@ class Ranked:
         elif isinstance(event, TierFailed) and state.tier(event.tier).shared:
             self.group.publish(TierChanged(event.tier, Failure.of(event.error), event.retry_in))
         elif isinstance(event, TierRecovered) and state.tier(event.tier).shared:
-            self.group.publish(
-                TierChanged(event.tier, None, 0.0, catalog_of(state.tier(event.tier)), state.identity.marker)
-            )
+            catalog = catalog_of(state.tier(event.tier))
+            self.group.publish(TierChanged(event.tier, None, 0.0, catalog, state.identity.marker))
 
     def report_stuck(self, step: StepId, tier: Tier, error: Exception) -> None:
         """Report to the other ranks that a step cannot be promoted to a tier for now."""
