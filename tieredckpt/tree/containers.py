@@ -13,7 +13,7 @@ from typing import Any
 import optree
 
 from tieredckpt.errors import Invalid, TieredCkptError
-from tieredckpt.format.keys import show_key
+from tieredckpt.format.keys import MAX_KEY_BYTES, show_key
 from tieredckpt.format.structure import (
     MAP,
     MAX_JSON_INT,
@@ -29,7 +29,7 @@ from tieredckpt.format.structure import (
     TypedNode,
 )
 from tieredckpt.tree.objects import to_plain
-from tieredckpt.tree.typed import COUNTER, DEQUE, NAMESPACES, TENSOR, key_name
+from tieredckpt.tree.typed import COUNTER, DEQUE, NAMESPACES, TENSOR, checked_text, key_name
 
 __all__ = ["NAMESPACE", "Opened", "dict_with", "make_container", "node_name", "open_container"]
 
@@ -208,7 +208,7 @@ def _open_dataclass(value: Any) -> Opened:
 
 
 def _checked_name(path: str, name: object) -> str | int:
-    if type(name) is str and name.isascii():  # as most are
+    if type(name) is str and name.isascii() and len(name) <= MAX_KEY_BYTES:  # as most are
         return name
     plain = _plain_key(name)
     if type(plain) is int and -MAX_JSON_INT <= plain <= MAX_JSON_INT:
@@ -218,11 +218,7 @@ def _checked_name(path: str, name: object) -> str | int:
             f"{show_key(path)}: the name {name!r} of type {type(name).__name__} of a child cannot be stored; "
             f"names are str, or int up to 2**53"
         )
-    try:
-        plain.encode()
-    except UnicodeEncodeError as error:
-        raise Invalid(f"{show_key(path)}: the dict key {name!r} holds a lone surrogate; rename it") from error
-    return plain
+    return checked_text(path, plain)
 
 
 def _entry_name(entry: object) -> str | int:

@@ -20,7 +20,7 @@ from tieredckpt.format.keys import MAX_KEY_BYTES, show_key
 from tieredckpt.format.structure import MAP, TypedNode
 from tieredckpt.tree.objects import from_plain, json_of, to_plain
 
-__all__ = ["COUNTER", "DEQUE", "FIXED", "NAMESPACES", "TENSOR", "key_name", "made_typed"]
+__all__ = ["COUNTER", "DEQUE", "FIXED", "NAMESPACES", "TENSOR", "checked_text", "key_name", "made_typed"]
 
 COUNTER, DEQUE, TENSOR = "counter", "deque", "tensor"
 NAMESPACES = {argparse.Namespace: "namespace", types.SimpleNamespace: "simple-namespace"}
@@ -43,7 +43,16 @@ def key_name(path: str, key: object) -> str:
                 f"{show_key(path)}: the dict key {key!r:.100} of type {type(key).__name__} cannot be stored; keys are "
                 f"scalars, small objects and tuples of them"
             ) from error
-    if len(name.encode()) > MAX_KEY_BYTES:
+    return checked_text(path, name)
+
+
+def checked_text(path: str, name: str) -> str:
+    """``name`` itself if a child of the container at ``path`` can be stored under it, else `Invalid`."""
+    try:
+        nbytes = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise Invalid(f"{show_key(path)}: the dict key {name!r:.100} holds a lone surrogate; rename it") from error
+    if nbytes > MAX_KEY_BYTES:
         raise Invalid(
             f"{show_key(path)}: the dict key {name[:64]!r}… takes more than {MAX_KEY_BYTES} bytes; shorten it"
         )

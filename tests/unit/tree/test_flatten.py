@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections import OrderedDict, UserDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,8 +205,9 @@ def test_a_leaf_that_cannot_be_stored_is_refused_by_key(value: object, word: str
 
 @pytest.mark.parametrize("key", ["\ud800", np.int64(3), (1, np.int64(3)), (1, "\ud800"), len])
 def test_a_dict_key_that_cannot_be_stored_is_refused(key: object) -> None:
-    with pytest.raises(Invalid, match=r"'a'.*dict key"):
-        flatten({"a": {key: 1}})
+    for others in ({}, {1.5: 2}):  # beside which the keys of all are stored in another form
+        with pytest.raises(Invalid, match=r"'a'.*dict key"):
+            flatten({"a": {key: 1, **others}})
 
 
 def test_two_children_of_one_key_are_refused_by_name() -> None:
@@ -225,6 +227,16 @@ def test_a_key_beyond_the_limit_is_refused() -> None:
     assert flatten({"ü" * 2048: np.zeros(1)}).arrays
     with pytest.raises(Invalid, match="4096 bytes"):
         flatten({"ü" * 2048 + "x": np.zeros(1)})
+
+
+@pytest.mark.parametrize("child", [1, "text", None, {}, {"a": 1}, [], Path("a"), Counter()], ids=repr)
+@pytest.mark.parametrize("name", ["x" * 4097, "ü" * 2049])
+def test_whatever_lies_under_a_dict_key_its_step_can_be_read_or_it_is_refused(name: str, child: object) -> None:
+    fits = name[:2048]
+    structure = flatten({fits: child}).structure
+    assert unflatten(decode_structure(encode_structure(structure)), {}) == {fits: child}
+    with pytest.raises(Invalid, match="4096 bytes"):
+        flatten({name: child})
 
 
 def test_a_cycle_is_refused_and_a_shared_child_is_not() -> None:
