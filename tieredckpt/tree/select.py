@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 
@@ -70,20 +71,27 @@ def without(structure: Node, keys: Collection[str]) -> Node:
 
 
 def choose(patterns: Sequence[str], keys: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Every pattern, and those of ``keys`` that it chooses; see `select`."""
+    """Every pattern, and those of ``keys`` that it chooses, in any order; see `select`."""
     known = set(keys)
+    in_order: list[str] = []
     for pattern in patterns:
-        # One look for a whole key: a caller may name thousands.
-        yield pattern, [pattern] if pattern in known else _chosen(pattern, keys)
+        # No look at each key for a key or a path: a caller may name thousands.
+        if pattern in known:
+            yield pattern, [pattern]
+            continue
+        in_order = in_order or sorted(keys)
+        yield pattern, _chosen(pattern, in_order)
 
 
-def _chosen(pattern: str, ends: Sequence[str]) -> list[str]:
+def _chosen(pattern: str, in_order: list[str]) -> list[str]:
     path = pattern.rstrip("/")
-    below = path + "/"
-    chosen = [key for key in ends if key == path or key.startswith(below)]
+    at, first, end = (bisect_left(in_order, path + after) for after in ("", "/", chr(ord("/") + 1)))
+    chosen = in_order[first:end]  # those below the path lie side by side
+    if in_order[at : at + 1] == [path]:
+        chosen.append(path)
     if not chosen and any(sign in pattern for sign in "*?["):
         matches = _compiled(pattern).fullmatch
-        chosen = [key for key in ends if matches(key)]
+        chosen = [key for key in in_order if matches(key)]
     return chosen
 
 

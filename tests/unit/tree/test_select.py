@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.format.structure import array_nodes, check_structure
 from tieredckpt.tree import flatten, host_view, select, unflatten
+from tieredckpt.tree.select import choose
 
 TREE: dict[str, Any] = {
     "params": {"dense": {"kernel": np.full(1, 1.0), "bias": np.full(1, 2.0)}, "scale": np.full(1, 3.0)},
@@ -107,3 +108,34 @@ def test_exactly_the_named_arrays_come_with_their_keys(keys: set[str]) -> None:
     check_structure(structure)
     assert {node.key for node in array_nodes(structure)} == keys
     assert keys == {leaf.key for leaf in flatten(unflatten(structure, ARRAYS)).arrays}
+
+
+class Counted(str):
+    """A key that counts how often it is looked at."""
+
+    __slots__ = ()
+    looks = 0
+
+    def __lt__(self, other: str) -> bool:
+        Counted.looks += 1
+        return super().__lt__(other)
+
+    def startswith(self, *arguments: Any) -> bool:
+        Counted.looks += 1
+        return super().startswith(*arguments)
+
+
+def test_thousands_of_paths_are_chosen_without_a_look_at_every_key_for_each() -> None:
+    keys = [Counted(f"layers/{i}/{name}") for i in range(1000) for name in ("kernel", "bias")]
+    Counted.looks = 0
+    chosen = dict(choose([f"layers/{i}" for i in range(1000)], keys))
+    assert Counted.looks < 100 * len(keys)
+    assert all(set(found) == {f"{path}/kernel", f"{path}/bias"} for path, found in chosen.items())
+
+
+@given(st.lists(st.text("a/0.é", min_size=1, max_size=5), unique=True), st.text("a/0.é", max_size=4))
+def test_a_path_chooses_the_key_of_its_name_and_those_below(keys: list[str], path: str) -> None:
+    [(_, chosen)] = choose([path], keys)
+    plain = path.rstrip("/")
+    below = {key for key in keys if key == plain or key.startswith(plain + "/")}
+    assert sorted(chosen) == sorted({path} if path in keys else below)
