@@ -17,6 +17,8 @@ from tieredckpt.tree.device_target import DeviceTarget, Filled
 
 __all__ = ["as_array", "cast", "castable", "fits_array", "fits_scalar"]
 
+_SATURATING = {np.dtype(ml_dtypes.float4_e2m1fn): 7.0}
+"""Dtypes of which ml_dtypes gives the largest value for what is beyond it, and where that begins."""
 _KINDS = {"bool": BoolNode, "int": IntNode, "float": FloatNode, "complex": ComplexNode}
 
 
@@ -42,8 +44,7 @@ def cast(key: str, array: Filled, dtype: np.dtype[Any]) -> Filled:
     if _kind(dtype) == "int":
         fits = bool(np.all(made.astype(array.dtype) == array)) and bool(np.all((made < 0) == (array < 0)))
     else:
-        # Of complex numbers each part: an infinite one makes the number infinite.
-        fits = bool(np.all(_same_class(array, made)))
+        fits = _same_class(array, made)
     if not fits:
         raise Invalid(f"leaf {key!r}: a value of {array.dtype} is out of the range of {dtype}; restore it as it was")
     return made
@@ -65,8 +66,9 @@ def fits_array(stored: Node, dtype: np.dtype[Any], *, may_round: bool) -> str:
         return f"the step has {_short(value)}, which is out of the range of {dtype}"
     double = np.array(value)
     made = _nearest(double, dtype)
-    same = made.astype(double.dtype).tobytes() == double.tobytes() or bool(np.isnan(double))
-    if same or (may_round and bool(_same_class(double, made))):
+    parts = zip(_parts(double), _parts(made.astype(double.dtype)), strict=True)
+    same = all(one.tobytes() == other.tobytes() or (np.isnan(one) and np.isnan(other)) for one, other in parts)
+    if same or (may_round and _same_class(double, made)):
         return ""
     if may_round:
         return f"the step has {value!r}, which is out of the range of {dtype}"
@@ -100,11 +102,21 @@ def _nearest(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         return rounded_to_odd(array.astype(np.float64, copy=False)).astype(dtype)
 
 
-def _same_class(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Whether both are finite, both infinite, or both no number."""
-    same: npt.NDArray[np.bool_] = np.isfinite(before) == np.isfinite(after)
-    same &= np.isnan(before) == np.isnan(after)
-    return same
+def _same_class(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> bool:
+    """Whether each number is finite in both, infinite in both, or none in both, and none is beyond the largest."""
+    for one, other in zip(_parts(before), _parts(after), strict=True):
+        same = np.isfinite(one) == np.isfinite(other)
+        same &= np.isnan(one) == np.isnan(other)
+        if (beyond := _SATURATING.get(other.dtype)) is not None:
+            same &= np.abs(one) < beyond
+        if not same.all():
+            return False
+    return True
+
+
+def _parts(array: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], ...]:
+    """The real numbers that an array consists of: one infinite part would make a complex number infinite."""
+    return (array.real, array.imag) if array.dtype.kind == "c" else (array,)
 
 
 def _short(value: int) -> str:

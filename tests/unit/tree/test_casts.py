@@ -86,7 +86,11 @@ def test_a_float_becomes_the_nearest_one_and_a_tie_the_even_one(name: str, data:
         (np.array([1, 1e6], np.float32), np.zeros(2, np.float16)),
         (np.array([1, 500], np.float32), np.zeros(2, dtype("float8_e4m3fn"))),
         (np.array([1, np.inf], np.float32), np.zeros(2, dtype("float8_e4m3fn"))),
+        (np.array([1, 7], np.float32), np.zeros(2, dtype("float4_e2m1fn"))),
+        (np.array([1, np.nan]), np.zeros(2, dtype("float4_e2m1fn"))),
         (np.array([1, 1e300 + 1j]), np.zeros(2, np.complex64)),
+        (np.array([1, complex(np.inf, 1e300)]), np.zeros(2, np.complex64)),
+        (np.array([1, complex(1e300, np.nan)]), np.zeros(2, np.complex64)),
         (np.array([1, 200], np.uint8), np.zeros(2, np.int8)),
         (np.array([1, -1], np.int8), np.zeros(2, np.uint8)),
         (np.array([1, 2**33], np.int64), np.zeros(2, np.int32)),
@@ -184,6 +188,9 @@ def test_a_float_is_rounded_only_if_asked_for_and_a_nan_stays_one() -> None:
         restore({"rate": 0.1}, {"rate": single})
     assert restore({"rate": 0.1}, {"rate": single}, casts=True)["rate"] == np.float32(0.1)
     assert np.isnan(restore(float("nan"), single))
+    with pytest.raises(Invalid, match="holds only rounded"):
+        restore(complex(np.nan, 0.1), np.zeros((), np.complex64))
+    assert restore(np.array(6.9), np.zeros((), dtype("float4_e2m1fn")), casts=True) == 6
 
 
 @pytest.mark.parametrize(
@@ -193,6 +200,9 @@ def test_a_float_is_rounded_only_if_asked_for_and_a_nan_stays_one() -> None:
         (-1, np.zeros((), np.uint32)),
         (10**40, np.zeros((), np.int64)),
         (1e300, np.zeros((), np.float32)),
+        (-7.0, np.zeros((), dtype("float4_e2m1fn"))),
+        (float("nan"), np.zeros((), dtype("float4_e2m1fn"))),
+        (complex(np.nan, 1e300), np.zeros((), np.complex64)),
         (1, np.zeros((), np.float32)),
         (1, np.zeros((), bool)),
         (1.0, np.zeros((), np.int32)),
