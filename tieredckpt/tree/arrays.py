@@ -37,6 +37,7 @@ __all__ = [
     "load_kinds",
     "looks",
     "made",
+    "made_as",
     "restored",
     "restored_pieces",
     "row_major_bytes",
@@ -269,7 +270,7 @@ def restored(template: ArrayLeaf, array: Filled) -> object:
 
 def load_kinds(nodes: Iterable[ArrayNode], kind: MadeAs) -> None:
     """Import what makes the arrays of ``nodes``. Raises `Invalid`, naming one, where its framework is not installed."""
-    for wanted, key in {_made_as(node, kind): node.key for node in nodes}.items():
+    for wanted, key in {made_as(node, kind): node.key for node in nodes}.items():
         try:
             if wanted == "torch":
                 from tieredckpt.tree import torch_leaves  # noqa: F401
@@ -288,7 +289,7 @@ def made(node: ArrayNode, array: npt.NDArray[Any], kind: MadeAs) -> object:
     NumPy scalars stay such, and of a typed PRNG key NumPy and torch have the data. Memory is shared as by `restored`.
     Raises `Invalid`, naming the key, for a dtype that the framework has not.
     """
-    match _made_as(node, kind):
+    match made_as(node, kind):
         case "torch":
             from tieredckpt.tree import torch_leaves
 
@@ -303,7 +304,8 @@ def made(node: ArrayNode, array: npt.NDArray[Any], kind: MadeAs) -> object:
             return array
 
 
-def _made_as(node: ArrayNode, kind: MadeAs) -> Kind:
+def made_as(node: ArrayNode, kind: MadeAs) -> Kind:
+    """What `made` makes."""
     if kind == "saved" or node.kind == "numpy-scalar" or (kind == "jax" and node.kind == "jax-key"):
         return node.kind
     return kind

@@ -87,6 +87,7 @@ class Refill:
     _values: list[Any]
     as_saved: tuple[ArrayNode, ...] = ()
     scalars: tuple[ArrayNode, ...] = ()
+    cast: frozenset[str] = frozenset()
 
     def build(self, arrays: Mapping[str, Filled]) -> object:
         """Build the tree, as `Match.build`, from arrays that were given: the memory of the tree's own."""

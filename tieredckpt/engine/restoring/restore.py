@@ -24,7 +24,7 @@ from tieredckpt.engine.restoring.reader import Read, fill
 from tieredckpt.engine.restoring.restored import Restored
 from tieredckpt.engine.restoring.source import ChosenStep, Damage, StepSource
 from tieredckpt.engine.restoring.targets import check_memory, empty_targets, given_on_device, new_on_device
-from tieredckpt.engine.restoring.views import damage_of, view_step
+from tieredckpt.engine.restoring.views import damage_of, view_step, viewable
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.views import numbers
 from tieredckpt.engine.tier import step_index
@@ -221,8 +221,8 @@ class Restorer:
             tree = plain_tree(structure, array_spec)
             specs = Restored(step.step, step.serial, tree, numbers(record.metrics), {}, derivation is not None)
             return specs, step, record
-        viewed = None if shape.copy or derivation is not None else await self._view(step, forms)
-        if viewed is not None:
+        seen = {} if shape.copy or derivation is not None else viewable(structure, fitted, shape.as_, forms)
+        if (viewed := await self._view(step, seen, forms) if seen else None) is not None:
             read, check = viewed[0], partial(_check_views, loop, viewed[1])
         else:
             read, check = await self._read(step, partial(_targets, step, forms, targets), derivation), None
@@ -285,16 +285,17 @@ class Restorer:
             asyncio.get_running_loop().run_in_executor(None, memory.extend, mapping, slab.reserved)
 
     async def _view(
-        self, step: StepId, forms: Mapping[str, Form]
+        self, step: StepId, seen: Mapping[str, Form], forms: Mapping[str, Form]
     ) -> tuple[Read, Callable[[], Coroutine[Any, Any, None]]] | None:
-        """Read-only arrays: views of RAM, and copies of arrays that do not lie there in one piece.
+        """Read-only views of RAM for what is to be ``seen``, and verified copies of what does not lie there in one
+        piece, and of the rest of ``forms``.
 
         Returns:
             The arrays, and what verifies the views, which raises `Corrupt` and repairs them. None when the step is
             not in RAM.
         """
         begin = time.monotonic()
-        found = await view_step(self._state, step, forms)
+        found = await view_step(self._state, step, seen)
         if found is None:
             return None
         index, views = found
@@ -307,7 +308,7 @@ class Restorer:
             copied = await self._fill(step, lambda _: empty_targets(step, rest))
             for key, array in copied.arrays.items():
                 assert not isinstance(array, DeviceTarget), "views are of the host"
-                array.flags.writeable = False
+                array.flags.writeable = key not in seen
                 arrays[key] = array
             for name, nbytes in copied.sources.items():
                 sources[name] = sources.get(name, 0) + nbytes

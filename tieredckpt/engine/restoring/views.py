@@ -26,12 +26,30 @@ from tieredckpt.format.digest import digest
 from tieredckpt.format.grid import cells
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.structure import Node, array_nodes
+from tieredckpt.tree.arrays import MadeAs, made_as
+from tieredckpt.tree.form import Refill
+from tieredckpt.tree.match import Match
 
-__all__ = ["damage_of", "view_step"]
+__all__ = ["damage_of", "view_step", "viewable"]
 
 _log = logging.getLogger("tieredckpt")
 
 Views = dict[str, npt.NDArray[Any]]
+
+
+def viewable(structure: Node, fitted: Match | Refill | None, as_: MadeAs, forms: Mapping[str, Form]) -> dict[str, Form]:
+    """Those of ``forms`` that the restored tree has as NumPy arrays, just as they were read.
+
+    The rest of it is made of what was read, so that it has to be verified before: RAM is repaired in place, for views
+    too, but nothing else is.
+    """
+    if fitted is None:
+        keys = {node.key for node in array_nodes(structure) if made_as(node, as_) == "numpy"}
+    else:
+        keys = {leaf.key for leaf in fitted.leaves if leaf.kind == "numpy"} - fitted.cast
+        keys |= {node.key for node in fitted.as_saved if node.kind == "numpy"}
+    return {key: form for key, form in forms.items() if key in keys}
 
 
 async def view_step(state: State, step: StepId, forms: Mapping[str, Form]) -> tuple[StepIndex, Views] | None:

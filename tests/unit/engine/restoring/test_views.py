@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -325,6 +326,34 @@ async def test_verified_names_the_arrays_whose_bits_flipped_and_repairs_them(two
         assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "few", "ram", "disk", CHUNK)]
         await restored.verified()
         assert_same(restored.tree, state(1))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"as_": "torch"},
+        {"as_": "jax"},
+        {"like": {"w": torch.zeros(CHUNK // 4), "b": np.float32(0)}},
+        {"like": {"w": np.zeros(CHUNK // 4, np.float16), "b": 0.0}, "cast": True},
+    ],
+    ids=["torch", "jax", "like", "cast"],
+)
+async def test_what_is_no_view_of_ram_is_verified_before_it_is_handed_out(
+    two_tiers: StoreConfig, how: dict[str, Any]
+) -> None:
+    tree = {"w": np.ones(CHUNK // 4, np.float32), "b": np.float32(2)}
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(1, tree)
+        await store.flush()
+        await flip_chunk(store, "ram", 1, "w")
+        restored = await store.restore(copy=False, **how)
+        assert restored is not None
+        await store.verify(1, "ram", repair=True)  # which repairs the memory in its place
+        await store.flush()
+        await restored.verified()
+        assert np.array_equal(np.asarray(restored.tree["w"]), tree["w"])
+        assert float(restored.tree["b"]) == 2
+        assert not restored.views
 
 
 async def test_bits_that_flipped_elsewhere_do_not_trouble_a_view(two_tiers: StoreConfig) -> None:
