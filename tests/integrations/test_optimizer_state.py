@@ -148,3 +148,40 @@ def test_such_an_optimizer_of_shards_is_restored_once_it_has_a_state_of_its_own(
     for each in ((model, optimizer), (other, other_optimizer)):
         train(*each, 3)
     assert torch.equal(other[0].weight.full_tensor(), model[0].weight.full_tensor())
+
+
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("frozen_when_saved", [True, False])
+def test_the_state_of_parameters_that_are_frozen_comes_back(
+    opened: SyncStore, used: int, frozen_when_saved: bool
+) -> None:
+    """Promise 4. torch makes no state for them, and drops the one that it is given."""
+    model, optimizer = grouped([[0, 1, 2]], [0.1])
+    train(model, optimizer, 2)
+    model[0].requires_grad_(not frozen_when_saved)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
+    other, other_optimizer = grouped([[0, 1, 2]], [0.1])
+    train(other, other_optimizer, used)
+    other[0].requires_grad_(False)
+    TrainingState(model=other, optimizer=other_optimizer).restore(opened)
+    assert not other[0].weight.requires_grad
+    for each in ((model, optimizer), (other, other_optimizer)):
+        each[0].requires_grad_(True)
+        train(*each, 1)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_an_optimizer_that_has_the_state_of_fewer_parameters_gets_those_of_the_step(opened: SyncStore) -> None:
+    model, optimizer = grouped([[0, 1, 2]], [0.1])
+    state = TrainingState(model=model, optimizer=optimizer)
+    model[0].requires_grad_(False)
+    train(model, optimizer, 1)
+    state.save(opened, 1)
+    model[0].requires_grad_(True)
+    train(model, optimizer, 1)
+    state.save(opened, 2)
+    momentum = optimizer.state[model[0].weight]["momentum_buffer"].clone()
+    state.restore(opened, 1, resume=False)
+    assert model[0].weight not in optimizer.state
+    state.restore(opened)
+    assert torch.equal(optimizer.state[model[0].weight]["momentum_buffer"], momentum)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tieredckpt import Invalid
 
-__all__ = ["with_groups_of", "without_steps"]
+__all__ = ["thawed", "with_groups_of", "without_steps"]
 
 
 @contextmanager
@@ -24,6 +26,30 @@ def without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         del optimizer.step
         if own is not None:  # a scheduler's
             optimizer.step = own
+
+
+@contextmanager
+def thawed(owner: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> Iterator[None]:
+    """Let the parameters of ``owner`` that have a state in a step train meanwhile: torch makes none for those that are
+    frozen, and takes none for them.
+
+    An optimizer that lacks the state of one of them becomes one without state, for which torch makes all.
+    """
+    with without_steps(optimizer):
+        groups = get_optimizer_state_dict(owner, optimizer)["param_groups"]
+    names = chain.from_iterable(group["params"] for group in groups)
+    live = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    params = [param for name, param in zip(names, live, strict=True) if name in stored]
+    if any(param not in optimizer.state for param in params):
+        optimizer.state.clear()
+    frozen = [param for param in params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def with_groups_of(name: str, live: Sequence[Mapping[str, Any]], stored: Mapping[str, Any]) -> dict[str, Any]:

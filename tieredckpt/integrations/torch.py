@@ -32,7 +32,7 @@ from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.integrations._copies import with_copies
 from tieredckpt.integrations._errors import naming, telling_of_parts
 from tieredckpt.integrations._module_state import load_module_state, module_state, module_targets
-from tieredckpt.integrations._optimizers import with_groups_of, without_steps
+from tieredckpt.integrations._optimizers import thawed, with_groups_of, without_steps
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 
 __all__ = ["TrainingState"]
@@ -241,7 +241,8 @@ class TrainingState:
         part.zero_grad(set_to_none=True)
         owner, settings = self._owner(name), [dict(group) for group in part.param_groups]
         try:
-            made = get_optimizer_state_dict(owner, part)["state"]
+            with thawed(owner, part, stored):
+                made = get_optimizer_state_dict(owner, part)["state"]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of its step: it needs the closure of the training, or other gradients than zeros
@@ -303,8 +304,9 @@ class TrainingState:
                 stored = with_groups_of(name, self._stored(name)["param_groups"], stored)
                 # Which parameters have a state is what the step says, and was matched when it was restored.
                 options = StateDictOptions(strict=False)
-                with without_steps(part):
-                    set_optimizer_state_dict(self._owner(name), part, optim_state_dict=stored, options=options)
+                owner = self._owner(name)
+                with thawed(owner, part, stored["state"]), without_steps(part):
+                    set_optimizer_state_dict(owner, part, optim_state_dict=stored, options=options)
             elif _has_state(part):
                 part.load_state_dict(stored)
             else:
