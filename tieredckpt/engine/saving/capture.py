@@ -303,6 +303,11 @@ class Captures:
             if left := set(self.pending):  # they may have ended meanwhile
                 await asyncio.wait(left)
 
+    async def ended(self) -> None:
+        """Return when those have ended that are under way now, but for those that the trainer has to confirm yet."""
+        if left := self.pending.difference(task for lazy, task in self._lazy.items() if lazy.may_copy_again):
+            await asyncio.wait(left)
+
     async def drained_beside(self) -> None:
         """Return when none is under way but those that the trainer has to confirm, who goes on meanwhile."""
         while left := self.pending.difference(self._lazy.values()):

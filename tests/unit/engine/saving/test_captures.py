@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import threading
 import weakref
 from pathlib import Path
 from typing import Any, Literal
@@ -77,6 +78,27 @@ def test_a_state_that_is_donated_right_after_its_save_is_stored_as_it_was(
             assert found is not None
             assert found.tree["large"][2].tobytes() == large.tobytes()
             assert found.tree["rng"].tobytes() == rng.tobytes()
+
+
+@pytest.mark.parametrize("capture", ["lazy", "reference", *MEMORIES])
+def test_a_restore_takes_the_save_that_returned_before_it(
+    settings: StoreConfig,
+    capture: Literal["lazy", "reference", "device", "pinned_host"],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a training that goes back to the newest step finds none, or saves a number again that comes meanwhile."""
+    may_begin = hold_saves(monkeypatch)
+    with CheckpointStore.open(settings).sync() as store:
+        for number in (1, 2):
+            may_begin.clear()
+            store.save(number, {"w": jnp.full(3, number)}, capture=capture)
+            timer = threading.Timer(0.05, may_begin.set)
+            timer.start()
+            found = store.restore()
+            timer.join()
+            assert found is not None
+            assert found.step == number
+        store.save(3, {"w": jnp.full(3, 3)})
 
 
 @pytest.mark.parametrize("memory", MEMORIES)

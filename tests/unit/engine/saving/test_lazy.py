@@ -265,6 +265,7 @@ CALLS: dict[str, Callable[[CheckpointStore, Checkpoint], Awaitable[object]]] = {
     "evict": lambda store, earlier: store.evict(1, "disk"),
     "promote": lambda store, earlier: store.promote(2, "disk"),
     "reached": lambda store, earlier: earlier.reached("disk"),
+    "restore": lambda store, earlier: store.restore(1, resume=False),
     "scrub": lambda store, earlier: store.scrub("disk", repair=True),
     "verify": lambda store, earlier: store.verify(2, "disk", repair=True),
 }
