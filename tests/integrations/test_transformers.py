@@ -88,6 +88,23 @@ def test_the_store_has_the_steps_of_the_folders_and_no_others(tmp_path: Path, sh
         assert store.all_steps()[-1] == 20
 
 
+@pytest.mark.parametrize("only_then", [True, False])
+def test_checkpoints_of_the_model_alone_are_saved_and_gone_on_from(
+    tmp_path: Path, shared_memory: Path, only_then: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with program.store_of(tmp_path, shared_memory / "ram") as store:
+        program.trainer_of(tmp_path, store, save_only_model=True, save_total_limit=None, max_steps=9).train()
+        assert store.restore(as_="specs").tree.keys() == {"model", "ranks", "about"}
+        trainer = program.trainer_of(tmp_path, store, save_only_model=only_then, save_total_limit=None, max_steps=12)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+        assert trainer.state.global_step == 12
+        assert ("has the model only" in caplog.text) is not only_then
+        assert store.describe(6).info.restored_from == 1
+        trainer = program.trainer_of(tmp_path, store, save_only_model=True, max_steps=15)
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 15
+
+
 def test_what_the_stores_retention_took_is_not_resumed_from(tmp_path: Path, shared_memory: Path) -> None:
     retain = {"kind": "last_n", "n": 2}
     with program.store_of(tmp_path, shared_memory / "ram", retain=retain) as store:

@@ -246,7 +246,7 @@ class TieredTrainerMixin(_Base):
             scaler = getattr(self.accelerator, "scaler", None)
             parts |= {} if scaler is None else {"scaler": scaler}
         # Random numbers are set later than the rest: the Trainer says when.
-        return TrainingState(rng=False, per_rank=["random"], **parts)
+        return TrainingState(rng=False, per_rank=[name for name in parts if name == "random"], **parts)
 
     # -- loading ------------------------------------------------------------------------------------------
 
@@ -296,8 +296,14 @@ class TieredTrainerMixin(_Base):
         step = self._step_of(checkpoint)
         if step is None:
             super()._load_optimizer_and_scheduler(checkpoint)
-        elif not self.args.save_only_model:
+            return
+        found = self._store.restore(step, as_="specs", resume=True)
+        if self.args.save_only_model:
+            return
+        if "optimizer" in found.tree:
             self._parts().restore(self._store, step, resume=True)
+        else:
+            _log.warning("%s has the model only: optimizer, scheduler and random numbers begin anew", checkpoint)
 
     def _load_scaler(self: Any, checkpoint: str | None) -> None:
         if self._step_of(checkpoint) is None:
