@@ -183,6 +183,37 @@ def test_seeds_of_samplers_come_back_on_any_number_of_processes(
     assert alone[:2] == saved[0][:2]
 
 
+def _two_models(folder: Path, ram: Path, seed: int, steps: int) -> list[Any]:
+    """Train two models with one optimizer and save, or load with 0 steps; what models and optimizer have then."""
+    tiers = {
+        "ram": {"kind": "ram", "path": str(ram), "capacity": "16 MiB", "on_close": "keep"},
+        "disk": {"kind": "posix", "path": str(folder / "disk"), "fsync": False},
+    }
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(seed)
+    models = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW([{"params": model.parameters()} for model in models], lr=0.1)
+    first, second, optimizer = accelerator.prepare(*models, optimizer)
+    with CheckpointStore.open_sync({"tiers": tiers}, ranks=None) as store:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            accelerator.backward(second(first(torch.randn(8, 3))).square().mean())
+            optimizer.step()
+        if steps:
+            integration.save_state(accelerator, store, 1).reached("disk")
+        else:
+            assert integration.load_state(accelerator, store) == 1
+        found = [tensor.tolist() for model in (first, second) for tensor in model.parameters()]
+        found += [state["exp_avg"].tolist() for state in optimizer.state_dict()["state"].values()]
+    return found
+
+
+def test_models_that_one_optimizer_trains_together_are_saved(start: Start, tmp_path: Path, shared_memory: Path) -> None:
+    """As the encoder of texts and the network that generates images."""
+    saved = start(_two_models, tmp_path, shared_memory / "ram", 1, 2).result()
+    assert start(_two_models, tmp_path, shared_memory / "ram", 2, 0).result() == saved
+
+
 def _other_loaders(folder: Path) -> list[str]:
     """What `load_state` says of a step with one data loader, with none prepared, and with two."""
     data = torch.utils.data.TensorDataset(torch.arange(4.0))

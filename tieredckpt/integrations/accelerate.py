@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType, gather_object
 
 from tieredckpt import Invalid, Shard, SyncCheckpoint, SyncStore
@@ -123,8 +124,8 @@ def _state_of(accelerator: Any) -> TrainingState:
     # Of every process: with device-specific seeds they differ. Other numbers of processes take those of the first.
     parts["samplers"] = gather_object([[(each.initial_seed, each.epoch) for each in _samplers(accelerator)]])
     loaders = [each for each in accelerator._dataloaders if getattr(each, "use_stateful_dataloader", False)]
+    parts |= _models(accelerator)
     for name, found in (
-        ("model", accelerator._models),
         ("optimizer", [optimizer.optimizer for optimizer in accelerator._optimizers]),
         ("scheduler", accelerator._schedulers),
         ("position", list(map(_Position, loaders))),
@@ -133,6 +134,17 @@ def _state_of(accelerator: Any) -> TrainingState:
     ):
         parts |= {f"{name}_{i}": each for i, each in enumerate(found)}
     return TrainingState(per_rank=[name for name in parts if name.startswith("position_")], **parts)
+
+
+def _models(accelerator: Any) -> dict[str, torch.nn.Module]:
+    """The models by the names of their parts; all of them are one if an optimizer has parameters of several."""
+    models = {f"model_{i}": model for i, model in enumerate(accelerator._models)}
+    sets = [set(model.parameters()) for model in models.values()]
+    for optimizer in accelerator._optimizers:
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        if not any(held <= each for each in sets):
+            return {"models": torch.nn.ModuleDict(models)}
+    return models
 
 
 def _samplers(accelerator: Any) -> list[Any]:
