@@ -63,6 +63,8 @@ class Save(msgspec.Struct, frozen=True):
     """Serial of the step that this rank restored last before the save; 0 for none."""
     replicas: dict[bytes, bytes] = {}
     """For each group of ranks that have equal data and divide its storage among them: one digest of all that data."""
+    failing: tuple[str, ...] = ()
+    """Shared tiers that this rank cannot use at present."""
 
 
 class Catalog(msgspec.Struct, frozen=True):
@@ -110,6 +112,8 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
     """Whether all parts are in the ranks' RAM."""
     open: tuple[str, ...]
     """Other attempts on which rank 0 has not decided yet."""
+    failing: tuple[str, ...]
+    """Shared tiers that some rank cannot use."""
     differing: tuple[Difference, ...] = ()
     """Replicas that are not equal."""
 
@@ -127,6 +131,7 @@ class Aborted(msgspec.Struct, frozen=True, tag=True):
     last_serial: int = 0
     """The serial that the next save follows."""
     open: tuple[str, ...] = ()
+    failing: tuple[str, ...] = ()
     differing: tuple[Difference, ...] = ()
     """Replicas that are not equal."""
 

@@ -13,7 +13,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import TieredCkptError, TierUnavailable
 
-__all__ = ["check_open", "keep_open"]
+__all__ = ["check_open", "failing_here", "keep_open"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -51,6 +51,11 @@ async def check_open(state: State, tier: Tier) -> None:
         )
     tier.health.doubtful = False
     state.changed.notify()
+
+
+def failing_here(state: State) -> tuple[str, ...]:
+    """The shared tiers that this rank cannot use at present, though it does not manage them."""
+    return tuple(tier.name for tier in state.tiers if tier.shared and _is_doubtful(tier))
 
 
 def _is_doubtful(tier: Tier) -> bool:

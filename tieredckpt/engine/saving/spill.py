@@ -96,7 +96,7 @@ async def stream(
         NoSpace: no slower tier can take the tree.
     """
     problems = [f"tier {name!r} failed ({error})" for name, error in refusals.items()]
-    for tier in state.tiers:
+    for tier in sorted(state.tiers, key=lambda tier: tier.name in state.membership.failing):
         if tier.in_memory or tier.name in refusals:
             continue
         if not tier.healthy:

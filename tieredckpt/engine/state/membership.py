@@ -44,6 +44,8 @@ class Membership:
     """Random name of what several ranks save from opening to closing; empty in a process alone."""
     streamed: dict[StepId, Streamed] = field(default_factory=dict)
     """This rank's parts of steps that RAM could not hold, until they are committed."""
+    failing: frozenset[str] = frozenset()
+    """Shared tiers that some rank could not use at the last vote: no rank streams there if another tier takes it."""
     promised: dict[str, dict[str, set[str]]] = field(default_factory=dict)
     """At rank 0, by attempt and tier: packs to which parts of other ranks may refer, as it has told them, until it has
     decided on the attempt. They stay while it lives if it never makes that save."""

@@ -16,6 +16,8 @@ from support.limits import limit
 from support.scenes import SOON, config, files_under, folder, pack_bytes
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine.ranks import reopen as reopen_module
+from tieredckpt.engine.ranks.reopen import failing_here
 from tieredckpt.errors import RanksUnavailable, TierUnavailable
 from tieredckpt.events import StepCommitted
 
@@ -123,6 +125,35 @@ async def test_a_tier_that_rank_0_cannot_read_is_written_to_anew(place: Place) -
         await ranks.reached([*streamed, *await ranks.save(2, 1, ranks=[0])], "disk")
         for restored in await ranks.restored(2):
             assert_whole(restored, 1)
+
+
+async def test_a_tier_that_fails_on_one_rank_costs_one_save(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise 5: all ranks stream past it from then on, until it is back there."""
+    gone, reopen = True, reopen_module.reopen
+
+    async def reopened(state: Any, tier: Any) -> bool:
+        return False if gone else await reopen(state, tier)
+
+    limit(monkeypatch, first_retry=0.02, last_retry=0.02)
+    monkeypatch.setattr(reopen_module, "reopen", reopened)
+    tiers = {"disk": folder(tmp_path / "disk"), "far": folder(tmp_path / "far")}
+    async with cohort(SIZE, shared_memory, tmp_path, tiers=tiers) as ranks:
+        ranks.faulty(1).kill()
+        await ranks.save(1)
+        await ranks.failed(step=1)  # one part is on another tier than the others
+        for step in (2, 3):
+            checkpoints = await ranks.save(step)
+            assert {save.saved.tier for save in checkpoints if save.saved is not None} == {"far"}
+            await ranks.reached(checkpoints, "far")
+        gone = False
+        state = ranks[1]._life.engine.state
+        await ranks[1]._life.loop.call(state.changed.until(lambda: not failing_here(state)))
+        await ranks.reached(await ranks.save(4), "far")
+        await ranks.reached(await ranks.save(5), "disk")
+        for restored in await ranks.restored():
+            assert_whole(restored, 5)
 
 
 async def test_declared_replicas_are_streamed_once(place: Place) -> None:

@@ -15,9 +15,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.evictor import Evictor
+from tieredckpt.engine.ranks.commit import ballots
 from tieredckpt.engine.ranks.commit.compare import Comparison, Digests
 from tieredckpt.engine.ranks.commit.merged import MergedSteps, without_places
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
@@ -25,12 +27,12 @@ from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.departed import Departed
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import Aborted, Committed, CompareReplicas, PartDropped, Save
+from tieredckpt.engine.ranks.reopen import failing_here
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.wire_types import Failure, brief, decode, encode
-from tieredckpt.errors import Conflict, RanksUnavailable, TieredCkptError
+from tieredckpt.errors import RanksUnavailable, TieredCkptError
 from tieredckpt.events import CommitFailed, ReplicasDiffer, StepCommitted
 from tieredckpt.format.manifest import StepId, StepIndex
-from tieredckpt.format.merging import show_ranks
 from tieredckpt.format.replicas import Difference, ReplicasDisagree, show_difference
 
 __all__ = ["Missed", "Votes"]
@@ -135,16 +137,19 @@ class Votes:
             part = await in_thread(encode_own, index, pool=self._state.pool)
         except Exception as error:  # as without memory
             failure = Failure.of(error)
-        last = self._state.branch.last_serial
-        save = Save(step.serial, last, part, tier, failure, self._departed.take(), origin=restored, replicas=replicas)
-        await self._say(attempt, step, save)
+        what = {"part": part, "tier": tier, "failure": failure, "origin": restored, "replicas": replicas}
+        await self._say(attempt, step, self._ballot(step.serial, **what))
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
         """Vote no, behind the training: this rank has no part."""
         self._saving.discard(attempt)
         self._missed.pop(attempt, None)
-        save = Save(0, self._state.branch.last_serial, failure=Failure.of(error), gone=self._departed.take())
+        save = self._ballot(0, failure=Failure.of(error))
         self._group.start_last(self._say(attempt, StepId(0, step), save), f"vote on step {step}")
+
+    def _ballot(self, serial: int, **what: Any) -> Save:
+        last, gone = self._state.branch.last_serial, self._departed.take()
+        return Save(serial, last, gone=gone, failing=failing_here(self._state), **what)
 
     async def _say(self, attempt: str, step: StepId, save: Save) -> None:
         if self._group.coordinates:
@@ -192,7 +197,7 @@ class Votes:
             parts = {rank: save.part for rank, save in saves.items()}
             whole = await in_thread(lambda: without_places(merge_parts(parts)), pool=self._state.pool)
             if dropped := self._dropped.pop(step, None):
-                raise RanksUnavailable(f"{_named(dropped)} dropped a part of it to make room meanwhile", dropped)
+                raise RanksUnavailable(f"{ballots.named(dropped)} dropped a part of it to make room meanwhile", dropped)
         except Exception as error:  # whatever it is, the ranks wait for a decision
             self._open.discard(attempt)
             ranks: Sequence[int] = error.ranks if isinstance(error, RanksUnavailable) else ()
@@ -214,6 +219,7 @@ class Votes:
                 attempt=attempt,
                 last_serial=self._after(saves),
                 open=tuple(self._open),
+                failing=ballots.failing(saves),
                 differing=differing,
             )
             self._group.publish(failed)
@@ -224,7 +230,9 @@ class Votes:
         tier = next((save.tier for save in saves.values() if save.tier is not None), None)
         if tier is None:
             self.parts[step] = parts
-        committed = Committed(attempt, brief(whole.record), tier is None, tuple(self._open), differing)
+        committed = Committed(
+            attempt, brief(whole.record), tier is None, tuple(self._open), ballots.failing(saves), differing
+        )
         self._group.publish(committed)
         await self._apply_committed(committed)
         if tier is not None:
@@ -263,24 +271,8 @@ class Votes:
         for save in saves.values():
             await self._departed.forget(save.gone)
         if missing:
-            raise RanksUnavailable(f"{_named(missing)} not saved it within {group.deadline:g} s", missing)
-        failures = {rank: save.failure for rank, save in saves.items() if save.failure is not None}
-        if failures:
-            told = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:4])
-            raise RanksUnavailable(f"{_named(failures)} not saved it ({told})", failures)
-        serials = {save.serial for save in saves.values()}
-        if len(serials) > 1:
-            late = [rank for rank, save in saves.items() if save.serial != max(serials)]
-            raise RanksUnavailable(f"{_named(late)} skipped a save before; from now on all count alike again", late)
-        other = [rank for rank, save in saves.items() if save.origin != saves[COORDINATOR].origin]
-        if other:
-            raise Conflict(
-                f"{_named(other)} not restored last what rank {COORDINATOR} has; restore is a call of all ranks: make "
-                f"it on all of them again"
-            )
-        streamed = {save.tier for save in saves.values() if save.tier is not None}
-        if len(streamed) > 1:
-            raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
+            raise RanksUnavailable(f"{ballots.named(missing)} not saved it within {group.deadline:g} s", missing)
+        ballots.check(saves)
 
     def _after(self, saves: Mapping[int, Save]) -> int:
         """The serial that all ranks continue from; rank 0 may have made one save less than those that are missing."""
@@ -304,6 +296,7 @@ class Votes:
     async def _apply_committed(self, committed: Committed) -> None:
         """Count the step as held, or as undecided until its commit on a shared tier if RAM has not all parts."""
         step = committed.record.id
+        self._state.membership.failing = frozenset(committed.failing)
         self._announced.pop(committed.attempt, None)
         self.comparison.forget(committed.attempt)
         self._emit(step, committed.differing)
@@ -321,6 +314,7 @@ class Votes:
 
     async def _apply_aborted(self, failed: Aborted) -> None:
         """Drop this rank's part, and continue from the serial of all ranks."""
+        self._state.membership.failing = frozenset(failed.failing)
         self._state.branch.last_serial = max(self._state.branch.last_serial, failed.last_serial)
         self._emit(StepId(failed.serial, failed.step), failed.differing)
         if failed.attempt in self._announced:
@@ -385,8 +379,3 @@ def _told(differing: Sequence[Difference]) -> str:
 
 def _not_committed(step: StepId, reason: str) -> RanksUnavailable:
     return RanksUnavailable(f"{step} was not committed: {reason}; the next save is made as if this one had not been")
-
-
-def _named(ranks: Sequence[int] | Mapping[int, object]) -> str:
-    """``ranks 1, 2 have``, ``rank 3 has``."""
-    return f"{show_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"

@@ -1,0 +1,43 @@
+"""What the votes of all ranks on a save say together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.messages import Save
+from tieredckpt.errors import Conflict, RanksUnavailable
+from tieredckpt.format.merging import show_ranks
+
+__all__ = ["check", "failing", "named"]
+
+
+def check(saves: Mapping[int, Save]) -> None:
+    """Raise `RanksUnavailable` or `Conflict`, naming the ranks, where not all have saved the same step."""
+    failures = {rank: save.failure for rank, save in saves.items() if save.failure is not None}
+    if failures:
+        told = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:4])
+        raise RanksUnavailable(f"{named(failures)} not saved it ({told})", failures)
+    serials = {save.serial for save in saves.values()}
+    if len(serials) > 1:
+        late = [rank for rank, save in saves.items() if save.serial != max(serials)]
+        raise RanksUnavailable(f"{named(late)} skipped a save before; from now on all count alike again", late)
+    other = [rank for rank, save in saves.items() if save.origin != saves[COORDINATOR].origin]
+    if other:
+        raise Conflict(
+            f"{named(other)} not restored last what rank {COORDINATOR} has; restore is a call of all ranks: make "
+            f"it on all of them again"
+        )
+    streamed = {save.tier for save in saves.values() if save.tier is not None}
+    if len(streamed) > 1:
+        raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
+
+
+def failing(saves: Mapping[int, Save]) -> tuple[str, ...]:
+    """The shared tiers that some rank cannot use."""
+    return tuple({name for save in saves.values() for name in save.failing})
+
+
+def named(ranks: Sequence[int] | Mapping[int, object]) -> str:
+    """``ranks 1, 2 have``, ``rank 3 has``."""
+    return f"{show_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
