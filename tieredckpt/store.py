@@ -196,7 +196,7 @@ class CheckpointStore:
 
     async def flush(self) -> None:
         """Wait until every tier holds what is due, and what is due is exported. Raises the error of one that fails."""
-        await self._life.call(lambda engine: engine.flush())
+        await self._life.change(lambda engine: engine.flush())
 
     # -- restoring ----------------------------------------------------------------------------------------
 

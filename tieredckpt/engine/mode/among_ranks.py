@@ -66,7 +66,7 @@ class SharedTiers(OwnTiers):
     async def commit(self, tier: Tier, index: StepIndex, packs: Mapping[str, int]) -> None:
         """Keep this rank's part, which rank 0 commits with those of the others."""
         referred = await in_thread(packs_of, index.arrays, pool=self._state.pool)
-        self._state.membership.streamed[index.record.id] = Streamed(tier, index, referred)
+        self._state.membership.streamed[index.record.id] = Streamed(tier, index, referred, frozenset(packs))
 
 
 class AmongRanks(Alone):

@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
+import numpy as np
+
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine import limits
 from tieredckpt.engine.state.state import State
@@ -42,19 +44,14 @@ async def refer_to_intact(
 
     Raises `TierUnavailable` when a copy or an index could not be read.
     """
-    async with tier.packs.proving:
-        await _refer_to_intact(state, tier, step, sizes, encoding or tier.packs.encoding)
-
-
-async def _refer_to_intact(
-    state: State, tier: Tier, step: StepId | None, sizes: Mapping[bytes, int], wanted: Encoding
-) -> None:
+    wanted = encoding or tier.packs.encoding
     unproven = await in_thread(_unverified, tier, sizes, pool=state.pool)
     for digest, extent in (await in_thread(_of_one_encoding, tier, sizes, wanted, pool=state.pool)).items():
-        if tier.packs.index[digest] != extent:
+        if tier.packs.duplicates.pop(digest, None) is None:
+            continue  # who asked at the same time was before
+        if tier.packs.index.get(digest) != extent:
             tier.packs.forget(digest)
             tier.packs.index[digest] = extent
-        del tier.packs.duplicates[digest]
         unproven.add(digest)
     for committed in _to_ask(tier, step) if unproven else ():
         if not unproven:
@@ -67,21 +64,28 @@ async def _refer_to_intact(
         unproven -= verified
         tier.packs.verified |= verified
     for digest in unproven | (tier.packs.duplicates.keys() & sizes.keys()):
-        known = tier.packs.index.get(digest)
-        copies = [*([known] if known is not None else []), *tier.packs.duplicates.get(digest, ())]
-        # Of the copies of before and after a change of `codec`, those of after will do.
-        copies.sort(key=lambda extent: not wanted.fits(extent.length, sizes[digest]))
-        tier.packs.forget(digest)
-        for extent in copies:
-            async with state.scratch.lend(sizes[digest]) as memory:
-                try:
-                    await read_chunk(tier, extent, digest, memory[: sizes[digest]], state.pool)
-                except (Corrupt, NotFound):
-                    continue
-            tier.packs.index[digest] = extent
-            tier.packs.verified.add(digest)
-            break
-        tier.packs.duplicates.pop(digest, None)
+        async with tier.packs.proving:
+            if digest not in tier.packs.verified or digest in tier.packs.duplicates:
+                await _prove(state, tier, digest, sizes[digest], wanted)
+
+
+async def _prove(state: State, tier: Tier, digest: bytes, nbytes: int, wanted: Encoding) -> None:
+    """Read the copies of a chunk, and refer to the first intact one or to none."""
+    known = tier.packs.index.get(digest)
+    copies = [*([known] if known is not None else []), *tier.packs.duplicates.get(digest, ())]
+    # Of the copies of before and after a change of `codec`, those of after will do.
+    copies.sort(key=lambda extent: not wanted.fits(extent.length, nbytes))
+    tier.packs.forget(digest)
+    memory = np.empty(nbytes, dtype=np.uint8)  # not of scratch memory, all of which a save that asks may have
+    for extent in copies:
+        try:
+            await read_chunk(tier, extent, digest, memory, state.pool)
+        except (Corrupt, NotFound):
+            continue
+        tier.packs.index[digest] = extent
+        tier.packs.verified.add(digest)
+        break
+    tier.packs.duplicates.pop(digest, None)
 
 
 def _to_ask(tier: Tier, step: StepId | None) -> list[StepId]:

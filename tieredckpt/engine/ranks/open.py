@@ -9,7 +9,7 @@ of a step that can never be complete are dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,13 +39,14 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import HeldStep, brief, decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
+from tieredckpt.format.merging import RUN
 
 __all__ = ["Opening", "adopt_catalog", "catalog_of"]
 
 _log = logging.getLogger("tieredckpt")
 
-Parts = dict[tuple[int, int], dict[int, bytes]]
-"""By serial and step, and by the rank that saved it, every part encoded."""
+Parts = dict[int, tuple[bytes, int]]
+"""By the rank that saved it, each part of a step, encoded, and the rank that has it now."""
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -60,6 +61,7 @@ class _Part(msgspec.Struct, frozen=True):
 
     serial: int
     step: int
+    run: str
     rank: int
     part: bytes
 
@@ -89,8 +91,8 @@ class Opening:
         self._votes = votes
         self._commits = commits
         self._open_tiers = open_tiers
-        self._folders: dict[tuple[int, int], dict[int, Tier]] = {}
-        """The tier of each part that this rank has listed."""
+        self._folders: dict[tuple[StepId, str], dict[int, Tier]] = {}
+        """By step and run, the tier of each part that this rank has listed."""
         self.leftovers: list[Tier] = []
         """The RAM of former ranks of this machine, at the rank that is responsible for it."""
 
@@ -100,15 +102,15 @@ class Opening:
         found: _Found = decode(await vote(group, "open/tiers", self._tell_ram(), self._open_all), _Found)
         verdict = await vote(group, "open/parts", self._follow(found), self._decide)
         opened: Opened = decode(verdict, Opened)
-        for record in opened.whole:
-            state.tiers[0].steps.agree(record)
+        whole = {record.id: _run(record) for record in opened.whole}
         for step in tuple(state.tiers[0].steps.parts):
-            if tuple(step) not in opened.kept:
+            of_another = step in whole and state.tiers[0] not in self._folders.get((step, whole[step]), {}).values()
+            if of_another or (step not in whole and tuple(step) not in opened.kept):
                 _log.warning("%s: the part of rank %d in RAM is dropped, for others are gone", step, group.rank)
                 await self._evictor.let_part_go(step, state.tiers[0])
-        await self._let_leftovers_go(
-            {*(record.id for record in opened.whole), *(StepId(*kept) for kept in opened.kept)}
-        )
+        for record in opened.whole:
+            state.tiers[0].steps.agree(record)
+        await self._let_leftovers_go(whole, {*whole, *(StepId(*kept) for kept in opened.kept)})
         state.branch.last_serial = opened.last_serial
         state.branch.adopt(opened.line, max(state.records(), default=None))
 
@@ -187,63 +189,68 @@ class Opening:
                     self.leftovers.append(tier)
                     await self._collect_parts(tier, tuple(tier.steps.held))
         parts = []
-        for (serial, step), by_rank in self._folders.items():
+        for (step, run), by_rank in self._folders.items():
             for rank, tier in by_rank.items():
-                index = await step_index.load(tier, StepId(serial, step))
-                parts.append(_Part(serial, step, rank, await in_thread(encode_own, index, pool=state.pool)))
+                index = await step_index.load(tier, step)
+                part = await in_thread(encode_own, index, pool=state.pool)
+                parts.append(_Part(step.serial, step.step, run, rank, part))
         ram = state.tiers[0].ram
         return encode(_InRam(parts, "" if ram is None else ram.store.notice))
 
     async def _collect_parts(self, tier: Tier, steps: tuple[StepId, ...]) -> None:
         for step in steps:
             try:
-                rank = (await step_index.load(tier, step)).record.rank or 0
+                record = (await step_index.load(tier, step)).record
             except (Corrupt, NotFound) as error:
                 _log.warning("%s of a former run cannot be read in RAM: %s", step, error)
                 continue
-            self._folders.setdefault((step.serial, step.step), {}).setdefault(rank, tier)
+            self._folders.setdefault((step, _run(record)), {}).setdefault(record.rank or 0, tier)
 
     async def _decide(self, answers: dict[int, bytes]) -> bytes:
         """At rank 0: the steps that are complete in the RAM of all ranks together, and the other parts to keep."""
         state = self._state
-        parts: Parts = {}
-        homes: dict[tuple[int, int], dict[int, int]] = {}
+        found: dict[StepId, dict[str, Parts]] = {}
         told: dict[int, _InRam] = {rank: decode(data, _InRam) for rank, data in answers.items()}
         _tell_notices({rank: each.notice for rank, each in told.items() if each.notice})
         for rank, each in told.items():
-            for found in each.parts:
-                step = found.serial, found.step
-                if found.rank not in parts.setdefault(step, {}) or found.rank == rank:  # its own before a copy of it
-                    parts[step][found.rank] = found.part
-                    homes.setdefault(step, {})[found.rank] = rank
-        records: dict[tuple[int, int], StepRecord] = {}
-        for step, by_rank in sorted(parts.items()):
-            try:
-                records[step] = (await in_thread(merge_parts, by_rank, pool=state.pool)).record
-            except (Conflict, Corrupt) as error:
-                _log.warning("%s is not whole in RAM: %s", StepId(*step), error)
+            for part in each.parts:
+                parts = found.setdefault(StepId(part.serial, part.step), {}).setdefault(part.run, {})
+                if part.rank not in parts or part.rank == rank:  # its own before a copy of it
+                    parts[part.rank] = part.part, rank
+        records: dict[StepId, StepRecord] = {}
+        for step, runs in sorted(found.items()):
+            for parts in runs.values():
+                encoded = {rank: part for rank, (part, _) in parts.items()}
+                try:
+                    record = (await in_thread(merge_parts, encoded, pool=state.pool)).record
+                except (Conflict, Corrupt) as error:
+                    _log.warning("%s is not whole in RAM: %s", step, error)
+                    continue
+                if step not in records or record.saved_at > records[step].saved_at:
+                    records[step] = record
         forked = stale_steps(state, records.values())
         whole = []
         for step, record in records.items():
-            if record.id in forked:
-                del parts[step]
+            if step in forked:
+                del found[step]
                 continue
             whole.append(brief(record))
-            self._votes.parts[record.id] = parts[step]
-            self._commits.homes[record.id] = homes[step]
+            parts = found[step][_run(record)]
+            self._votes.parts[step] = {rank: part for rank, (part, _) in parts.items()}
+            self._commits.homes[step] = {rank: home for rank, (_, home) in parts.items()}
         for record in whole:
             state.tiers[0].steps.agree(record)
         adopt_newest(state)
-        held = {tuple(step) for tier in state.tiers for step in tier.steps.held}
-        last = max([state.branch.last_serial, *(serial for serial, _ in parts)])
-        kept = tuple(step for step in parts if step in held)
+        held = {step for tier in state.tiers for step in tier.steps.held}
+        last = max([state.branch.last_serial, *(step.serial for step in found)])
+        kept = tuple((step.serial, step.step) for step in found if step in held)
         return encode(Opened(tuple(whole), kept, last, state.branch.line))
 
-    async def _let_leftovers_go(self, kept: set[StepId]) -> None:
+    async def _let_leftovers_go(self, whole: Mapping[StepId, str], kept: set[StepId]) -> None:
         """Release RAM of former ranks that holds no useful step; note which parts the rest holds."""
-        for step, by_rank in self._folders.items():
-            if StepId(*step) in kept:
-                self._commits.folders[StepId(*step)] = by_rank
+        for (step, run), by_rank in self._folders.items():
+            if step in kept and whole.get(step, run) == run:
+                self._commits.folders[step] = by_rank
         await self._discard_unused(kept)
 
     def give_back(self) -> None:
@@ -264,6 +271,10 @@ class Opening:
                         await in_thread(RamStore.discard, folder)
                     except TieredCkptError as error:
                         _log.info("the RAM of a former rank stays: %s", error)
+
+
+def _run(record: StepRecord) -> str:
+    return record.provenance.get(RUN, "")
 
 
 def _tell_notices(notices: dict[int, str]) -> None:

@@ -155,9 +155,8 @@ class Ranked:
         share = partial(split, flat, replicated, rank=self.group.rank, nodes=nodes, chunk_size=size)
         try:
             async with self._guards_saves:
+                self.dedupe.attempt, serial = attempt, state.branch.last_serial + 1
                 own = await in_thread(share)
-                self.dedupe.attempt = attempt
-                serial = state.branch.last_serial + 1
                 elsewhere = await digests_elsewhere(state, own)  # while there is no part that could be lost
                 saved = await save(own, began=began)
             if saved.tier is None:

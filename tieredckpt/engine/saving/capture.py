@@ -218,8 +218,7 @@ class Captures:
         call = dataclasses.replace(call, tree=None)  # a save of copies does not keep what was copied
 
         async def begun() -> asyncio.Task[Saved]:
-            if lazy is not None:  # else who confirms it before another of the same time waits for that one's copy
-                await self._resolve_lazy()
+            await self._resolve_lazy()  # or this one waits for that of a call of the same time, and so who awaits both
             stall = time.monotonic() - called_at  # the trainer goes on from here
             if lazy is not None:
                 lazy.returns(stall)
@@ -304,7 +303,12 @@ class Captures:
                 await asyncio.wait(left)
 
     async def ended(self) -> None:
-        """Return when those have ended that are under way now, but for those that the trainer has to confirm yet."""
+        """Return when those have ended that are under way now, but for those that the trainer has to confirm yet.
+
+        Of several ranks none is waited for: they vote on it later, and do not wait as long for each other's restores.
+        """
+        if self._state.membership.size > 1:
+            return
         if left := self.pending.difference(task for lazy, task in self._lazy.items() if lazy.may_copy_again):
             await asyncio.wait(left)
 

@@ -75,14 +75,16 @@ class OwnTiers:
 
 
 async def find_chunks(state: State, tier: Tier, sizes: Mapping[bytes, int], noted: set[str]) -> dict[bytes, Extent]:
-    """See `SlowerTiers.find`; for the process that manages the tier. The packs are added to ``noted`` before that.
+    """See `SlowerTiers.find`; for the process that manages the tier. Their packs are added to ``noted``, in time.
 
     What is in ``noted`` must be kept from collection, as `Membership.packs_streamed_to` does.
     """
     noted |= _packs_with(tier, sizes)
     await refer_to_intact(state, tier, None, sizes)
     packs = tier.packs
-    return {digest: packs.index[digest] for digest, nbytes in sizes.items() if packs.has(digest, nbytes)}
+    found = {digest: packs.index[digest] for digest, nbytes in sizes.items() if packs.has(digest, nbytes)}
+    noted |= {extent.path for extent in found.values()}  # of another promotion meanwhile, too
+    return found
 
 
 def _packs_with(tier: Tier, digests: Iterable[bytes]) -> set[str]:

@@ -201,8 +201,6 @@ class _Streaming:
         extents = {digest: known[digest] for digest in sizes.keys() & known.keys()}
         unknown = {digest: nbytes for digest, nbytes in sizes.items() if digest not in extents}
         extents |= await self.slower.find(tier, unknown)
-        # Of another promotion meanwhile, too.
-        tier.packs.streamed_to.update(extent.path for extent in extents.values())
         new = {done.digest: done for done in snapshot.copied if done.digest not in extents}
         waiting = sorted(new.values(), key=lambda done: done.offset)
         now = WrittenPacks()

@@ -29,6 +29,8 @@ class Streamed:
     index: StepIndex
     packs: frozenset[str]
     """Packs to which the part refers: those written for it, and older ones."""
+    written: frozenset[str]
+    """Those written for it."""
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Membership:
     """Shared tiers that some rank could not use at the last vote: no rank streams there if another tier takes it."""
     promised: dict[str, dict[str, set[str]]] = field(default_factory=dict)
     """At rank 0, by attempt and tier: packs to which parts of other ranks may refer, as it has told them, until it has
-    decided on the attempt. They stay while it lives if it never makes that save."""
+    decided on the attempt, or on a later one."""
     undecided: set[StepId] = field(default_factory=set)
     """Steps that this rank saved, and the ranks have not agreed on yet."""
     failed: dict[StepId, TieredCkptError] = field(default_factory=dict)

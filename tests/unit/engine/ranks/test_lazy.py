@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.cohort import cohort, part
 from support.insight import hold_saves
+from support.scenes import SOON
 
 from tieredckpt import CheckpointStore, Invalid
 
@@ -87,3 +88,18 @@ async def test_digests_find_a_change_of_an_array_that_the_ranks_divide_among_the
                     with pytest.raises(Invalid, match=r"'same/w1' \(1 in all\)"):
                         await checkpoint.captured()
             may_begin.clear()
+
+
+async def test_a_restore_of_ranks_waits_for_no_save_behind_the_training(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise 5: the others wait for its call a limited time."""
+    jnp = pytest.importorskip("jax.numpy")
+    async with cohort(2, shared_memory, tmp_path / "disk") as ranks, asyncio.timeout(SOON):
+        await ranks.reached(await ranks.all(lambda store, rank: store.save(1, {"w": jnp.ones(3)})), "disk")
+        may_begin = hold_saves(monkeypatch)
+        may_begin.clear()
+        behind = await ranks.all(lambda store, rank: store.save(2, {"w": jnp.ones(3)}, capture="reference"))
+        assert [restored.step for restored in await ranks.restored(resume=False) if restored is not None] == [1, 1]
+        may_begin.set()
+        await ranks.reached(behind, "ram")

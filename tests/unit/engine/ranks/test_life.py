@@ -282,6 +282,31 @@ async def test_parts_that_different_runs_left_under_one_serial_are_no_step(place
             np.testing.assert_array_equal(restored.tree["w"], whole(1))
 
 
+async def test_of_runs_that_left_whole_steps_under_one_serial_the_newest_is_restored(place: Place) -> None:
+    async def save(ranks: Cohort, step: int, seed: int) -> None:
+        await ranks.all(lambda store, rank: store.save(step, {"w": part(seed, rank, 2)["w"], "step": step}))
+        await asyncio.gather(*(heard.first(StepCommitted) for heard in ranks.heard))
+
+    never = {"disk_settings": {"promote": "never"}, "crashing": True}
+    async with place.open(2, nodes=["a", "b"], **never) as ranks:
+        await save(ranks, 1, 1)
+        await ranks[0].promote(1, "disk")
+    for nodes, seed in ((["c", "d"], 20), (["e", "f"], 30)):
+        async with place.open(2, nodes=nodes, **never) as ranks:
+            await ranks.restored()
+            await save(ranks, 2, seed)
+    async with place.open(4, nodes=["c", "f", "d", "e"], **never) as ranks:
+        for restored in await ranks.restored():
+            assert restored is not None
+            assert restored.step == 2
+            np.testing.assert_array_equal(restored.tree["w"], whole(30))
+        await ranks[0].promote(2, "disk")
+    async with place.open(1, nodes=["g"], **never) as ranks:
+        for restored in await ranks.restored(2):
+            assert restored is not None
+            np.testing.assert_array_equal(restored.tree["w"], whole(30))
+
+
 async def test_a_shared_tier_that_fails_is_told_on_all_ranks_and_to_who_waits(place: Place) -> None:
     async with place.open(2) as ranks:
         place.disk.rename(place.disk.with_name("away"))  # nobody makes a new one in its place

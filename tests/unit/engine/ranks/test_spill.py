@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from support.scenes import SOON, config, files_under, folder, pack_bytes
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.ranks import reopen as reopen_module
 from tieredckpt.engine.ranks.reopen import failing_here
+from tieredckpt.engine.saving import slower_tiers
 from tieredckpt.errors import RanksUnavailable, TierUnavailable
-from tieredckpt.events import StepCommitted
+from tieredckpt.events import StepCommitted, StepPromoted
 
 SIZE = 3
 
@@ -74,6 +76,7 @@ async def test_unchanged_chunks_of_all_ranks_are_written_once(place: Place) -> N
     async with place.open() as ranks:
         ranks.faulty(0).delay("*", 0.1, key="packs/*", nth=2)  # ranks overtake each other
         await ranks.reached(await ranks.save(2, 1), "disk")
+        assert [heard.of(StepPromoted)[-1].written for heard in ranks.heard] == [0] * SIZE
         turned = [part(1, (rank + 1) % SIZE, SIZE) for rank in range(SIZE)]
         await ranks.reached(await ranks.all(lambda store, rank: store.save(3, turned[rank])), "disk")
         for restored in await ranks.restored(2):
@@ -100,6 +103,59 @@ async def test_what_rank_0_has_told_of_stays_until_the_save_is_decided(place: Pl
         for restored in await ranks.restored(3):
             assert_whole(restored, 1)
         assert ranks[0]._life.engine.state.membership.promised == {}
+
+
+async def test_packs_are_kept_for_no_save_that_rank_0_does_not_make(place: Place) -> None:
+    async with place.open(crashing=True) as ranks:
+        promised = ranks[0]._life.engine.state.membership.promised
+        for step in (1, 2):
+            await ranks.reached(await ranks.save(step), "disk")
+        await ranks.save(3, 1, ranks=[1])
+        assert "0.3.0" in promised
+        await ranks.save(4, 1)
+        await ranks.failed(step=4)
+        async with asyncio.timeout(SOON):
+            while promised:
+                await asyncio.sleep(0.01)
+        await ranks.save(5, 1, ranks=[1])
+        assert "0.5.0" in promised
+        await ranks.restored(2)
+        assert promised == {}
+
+
+async def test_a_pack_that_came_while_rank_0_looked_is_kept_too(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refer_to_intact = slower_tiers.refer_to_intact
+    looks, go_on = threading.Event(), threading.Event()
+
+    async def slowly(state: Any, *arguments: Any) -> None:
+        if state.membership.rank == 0:
+            looks.set()
+            await asyncio.to_thread(go_on.wait)
+        await refer_to_intact(state, *arguments)
+
+    def new(seed: int, nbytes: int) -> Any:
+        return np.random.default_rng(seed).integers(0, 255, nbytes, np.uint8)
+
+    small = {"ram_settings": {"capacity": "64 KiB"}, "crashing": True}
+    async with cohort(2, shared_memory, tmp_path / "disk", **small) as ranks:
+        await ranks.reached(await ranks.all(lambda store, rank: store.save(1, {str(rank): new(rank, 4096)})), "disk")
+        monkeypatch.setattr(slower_tiers, "refer_to_intact", slowly)
+        held = ranks.faulty(0).hold("put", key="packs/*")
+        fits = await ranks.all(lambda store, rank: store.save(2, {str(rank): new(10 + rank, 16 << 10)}))
+        await held.reached()
+        larger = {"1": new(11, 16 << 10), "2": new(20, 160 << 10)}
+        streamed = asyncio.create_task(ranks[1].save(3, larger))
+        await asyncio.to_thread(looks.wait)
+        held.release()
+        await ranks.reached(fits, "disk")
+        go_on.set()
+        await streamed
+        disk = ranks[0]._life.engine.state.tier("disk")
+        (part,) = ranks[1]._life.engine.state.membership.streamed.values()
+        assert part.packs - part.written
+        assert part.packs - part.written <= ranks[0]._life.engine.state.membership.packs_streamed_to(disk)
 
 
 async def test_a_rank_0_that_does_not_tell_keeps_no_save_waiting(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,7 @@ CALLS: dict[str, Callable[[CheckpointStore, Checkpoint], Awaitable[object]]] = {
     "collect": lambda store, earlier: store.collect(),
     "delete": lambda store, earlier: store.delete(1),
     "evict": lambda store, earlier: store.evict(1, "disk"),
+    "flush": lambda store, earlier: store.flush(),
     "promote": lambda store, earlier: store.promote(2, "disk"),
     "reached": lambda store, earlier: earlier.reached("disk"),
     "restore": lambda store, earlier: store.restore(1, resume=False),
@@ -309,6 +310,19 @@ async def test_a_lazy_save_past_ram_waits_for_no_confirmation_by_who_waits_for_a
         await asyncio.gather(*(both if order == "the save first" else both[::-1]))
         await store.flush()
         assert await store.where(3) == ("disk",)
+
+
+async def test_a_lazy_save_a_save_behind_it_and_a_restore_may_be_gathered(tiers: StoreConfig) -> None:
+    """Promise 5: nobody could confirm the lazy save, for which the one behind it waited, and the restore for that."""
+    jnp = pytest.importorskip("jax.numpy")
+    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
+        for first in range(1, 31, 3):
+            await store.save(first, {"w": full(1)})
+            await asyncio.gather(
+                store.save(first + 1, {"w": full(2)}, capture="lazy"),
+                store.save(first + 2, {"w": jnp.ones(5)}, capture="reference"),
+                store.restore(resume=False),
+            )
 
 
 async def test_a_forked_process_that_waits_for_an_earlier_step_is_told_so(

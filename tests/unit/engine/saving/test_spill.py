@@ -22,6 +22,7 @@ from tieredckpt.blobs import mapping
 from tieredckpt.blobs.ram import store as ram_module
 from tieredckpt.engine.saving.lazy import LazyMoment
 from tieredckpt.engine.saving.moment import Moment
+from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
@@ -313,6 +314,21 @@ async def test_without_a_slower_tier_the_error_says_what_to_do(shared_memory: Pa
         with pytest.raises(NoSpace, match="there is no other tier; give the RAM tier a larger capacity, or add one"):
             await store.save(1, state(1))
         assert not (await store.save(1, state(1, chunks=3))).skipped
+
+
+async def test_a_save_that_has_all_scratch_memory_waits_for_none_to_look_at_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise 5: chunks of an earlier process are read before they are referred to."""
+    reserve = Scratch.__init__
+    monkeypatch.setattr(Scratch, "__init__", lambda scratch, _, **more: reserve(scratch, 2 * CHUNK, **more))
+    settings = config({"disk": folder(tmp_path / "disk", retain="all")})
+    async with CheckpointStore.open(settings) as store:
+        for step in range(1, 8):  # the newest of them vouch for what they have
+            await store.save(step, state(step))
+    async with CheckpointStore.open(settings) as store, asyncio.timeout(SOON):
+        assert (await store.save(8, state(1))).saved is not None
+        await assert_restores(store, {8: state(1)})
 
 
 # -- memory that is not to be had -------------------------------------------------------------------------

@@ -302,12 +302,12 @@ class Commits:
         return Done(written.sizes, found, time.monotonic() - begin, failure)
 
     async def _streamed_packs(self, step: StepId, tier: Tier) -> dict[str, int]:
-        """The packs of a part that a save streamed to the tier; rank 0 does not know them yet."""
+        """The packs that a save streamed to the tier for its part; rank 0 does not know them yet."""
         streamed = self._state.membership.streamed.get(step)
         if streamed is None or streamed.tier is not tier:
             return {}
         with suppress(TieredCkptError):  # rank 0 notices a pack that is gone, and fails
-            return {path: (await tier.store.stat(path)).size for path in streamed.packs}
+            return {path: (await tier.store.stat(path)).size for path in streamed.written}
         return {}
 
     async def _write(self, step: StepId, tier: Tier, part: int, digests: bytes, written: WrittenPacks) -> bytes:

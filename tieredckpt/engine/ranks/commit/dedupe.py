@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from tieredckpt.engine import limits
 from tieredckpt.engine.ranks.communicator import COORDINATOR
@@ -67,4 +68,5 @@ class Dedupe:
                 found = await find_chunks(self._state, tier, asked.sizes, noted)
             except TieredCkptError as error:
                 _log.warning("tier %r: what it has is not known, so rank %d writes anew: %s", tier.name, rank, error)
-        await self._group.communicator.send([rank], f"found/{asked.number}", encode(found))
+        with suppress(RanksUnavailable):  # the asker does not wait for ever
+            await self._group.communicator.send([rank], f"found/{asked.number}", encode(found))

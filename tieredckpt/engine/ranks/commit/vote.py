@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from tieredckpt.concurrency import in_thread
@@ -101,6 +102,7 @@ class Votes:
 
     def restore_begins(self, epoch: int) -> None:
         """Begin the restore of that epoch, as all ranks do: the saves of each step are counted from 0 again."""
+        self._forget_promises(self._state.membership.promised)
         self._epoch = epoch
         self._saves.clear()
         self._missed.clear()
@@ -156,7 +158,9 @@ class Votes:
             try:
                 await self._decide(attempt, step, save)
             finally:
-                self._state.membership.promised.pop(attempt, None)
+                if attempt in (promised := self._state.membership.promised):
+                    self._forget_promises(takewhile(attempt.__ne__, promised))
+                    del promised[attempt]
             return
         deadline = asyncio.get_running_loop().time() + self._group.patience
         try:
@@ -327,8 +331,17 @@ class Votes:
 
     def is_undecided(self, attempt: str) -> bool:
         """Whether this rank has not begun an attempt, still copies for it, or, as rank 0, has not decided on it."""
+        return attempt in self._saving | self._open or self._is_to_come(attempt)
+
+    def _is_to_come(self, attempt: str) -> bool:
         epoch, step, nth = map(int, attempt.split("."))
-        return attempt in self._saving | self._open or (epoch == self._epoch and nth >= self._saves[step])
+        return epoch == self._epoch and nth >= self._saves[step]
+
+    def _forget_promises(self, asked_before: Iterable[str]) -> None:
+        """At rank 0: keep no packs for attempts that it has not begun, and that were asked for before another."""
+        for attempt in tuple(asked_before):
+            if self._is_to_come(attempt):
+                self._state.membership.promised.pop(attempt, None)
 
     async def end_streamed(self, step: StepId, failure: TieredCkptError | None) -> None:
         """End the wait for a step that did not fit into RAM: it is on a shared tier, or failed to get there."""

@@ -20,6 +20,7 @@ from support.scenes import SOON, ram
 
 from tieredckpt import CheckpointStore, Shard
 from tieredckpt.checkpoint import Checkpoint
+from tieredckpt.engine.ranks import ranked
 from tieredckpt.errors import Conflict, Invalid, NotFound, RanksUnavailable
 from tieredckpt.events import CommitFailed, SaveSkipped, StepCommitted, StepEvicted
 from tieredckpt.testing.faulty import Hold
@@ -33,10 +34,18 @@ def place(shared_memory: Path, tmp_path: Path) -> Place:
 
 
 @contextmanager
-def no_room(store: CheckpointStore, error: Exception) -> Iterator[None]:
-    """Let each save of one rank fail."""
-    index = store._life.engine.state.tiers[0].ram.index
-    with mock.patch.object(index, "allocate", side_effect=error):
+def failing(store: CheckpointStore, error: Exception, *, early: bool = False) -> Iterator[None]:
+    """Let each save of one rank fail: while it copies, or ``early`` before."""
+    state = store._life.engine.state
+    target, name = (ranked, "split") if early else (state.tiers[0].ram.index, "allocate")
+    do = getattr(target, name)
+
+    def fail(*arguments: Any, **more: Any) -> Any:
+        if more.get("rank", state.membership.rank) == state.membership.rank:
+            raise error
+        return do(*arguments, **more)
+
+    with mock.patch.object(target, name, fail):
         yield
 
 
@@ -236,7 +245,7 @@ async def test_different_steps_at_one_time_are_not_taken_for_one(place: Place) -
 async def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_words(place: Place) -> None:
     async with place.open() as ranks:
         trees = [part(2, rank, SIZE) for rank in range(SIZE)]
-        with no_room(ranks[1], OSError("the device is gone")):
+        with failing(ranks[1], OSError("the device is gone")):
             results = await asyncio.gather(
                 *(store.save(2, trees[rank]) for rank, store in enumerate(ranks.stores)), return_exceptions=True
             )
@@ -247,11 +256,14 @@ async def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_words(place: 
         await works(ranks, 3)
 
 
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("hurt", [0, 1])
-async def test_a_save_that_fails_on_one_rank_costs_none_that_is_made_before_all_know(place: Place, hurt: int) -> None:
+async def test_a_save_that_fails_on_one_rank_costs_none_that_is_made_before_all_know(
+    place: Place, hurt: int, early: bool
+) -> None:
     """Promise 5: whoever fails counts the save as the others do, who have made it."""
     async with place.open() as ranks:
-        with no_room(ranks[hurt], OSError("by script")), pytest.raises(OSError, match="by script"):
+        with failing(ranks[hurt], OSError("by script"), early=early), pytest.raises(OSError, match="by script"):
             await ranks.save(1, ranks=[hurt])
         first, last = (rank for rank in range(SIZE) if rank != hurt)
         await ranks.save(1, ranks=[first])
