@@ -259,7 +259,7 @@ class CheckpointStore:
         keys = None if keys is None else checked_patterns("keys", keys)
         loop, engine = self._life.loop, self._life.open_engine
         await engine.captures.confirmed()  # it may change what is being copied
-        await loop.call(engine.captures.ended())  # or the newest step would be one before them
+        await loop.call(engine.captures.settled(step))  # or the newest step would be one before them
         return await loop.call(engine.restorer.restore(loop, caller, step, keys, *how))
 
     # -- what there is ------------------------------------------------------------------------------------

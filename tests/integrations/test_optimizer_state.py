@@ -185,3 +185,50 @@ def test_an_optimizer_that_has_the_state_of_fewer_parameters_gets_those_of_the_s
     assert model[0].weight not in optimizer.state
     state.restore(opened)
     assert torch.equal(optimizer.state[model[0].weight]["momentum_buffer"], momentum)
+
+
+def test_frozen_parameters_that_cannot_train_keep_no_step_from_being_restored(opened: SyncStore) -> None:
+    """A quantized base has integers, for which Adagrad makes a state as for all others."""
+
+    class Quantized(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.nn.Linear(2, 2)
+            self.base = torch.nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
+
+    def made() -> tuple[Quantized, torch.optim.Optimizer]:
+        model = Quantized()
+        return model, torch.optim.Adagrad(model.parameters())
+
+    model, optimizer = made()
+    model.a(torch.ones(2)).sum().backward()
+    optimizer.step()
+    model.a.requires_grad_(False)
+    TrainingState(model=model, optimizer=optimizer).save(opened, 1)
+    other, another = made()
+    other.a.requires_grad_(False)
+    TrainingState(model=other, optimizer=another).restore(opened)
+    assert [parameter.requires_grad for parameter in other.parameters()] == [False] * 3
+    assert torch.equal(another.state[other.a.weight]["sum"], optimizer.state[model.a.weight]["sum"])
+
+
+def test_a_restore_that_is_refused_leaves_an_optimizer_the_state_that_it_has(opened: SyncStore) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    def trained(*layers: int) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters())
+        for layer in layers:
+            model[layer](torch.ones(2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return optimizer
+
+    parts = {"model": model, "optimizer": trained(0, 1)}
+    TrainingState(**parts, more=torch.nn.Linear(1, 1)).save(opened, 1)
+    optimizer = trained(0)
+    before = {key: state["exp_avg"].clone() for key, state in optimizer.state.items()}
+    with pytest.raises(Invalid, match="more"):
+        TrainingState(model=model, optimizer=optimizer).restore(opened)
+    assert optimizer.state.keys() == before.keys()
+    for key, state in optimizer.state.items():
+        assert torch.equal(state["exp_avg"], before[key])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tieredckpt import Invalid
 
-__all__ = ["thawed", "with_groups_of", "without_steps"]
+__all__ = ["kept_on_error", "thawed", "with_groups_of", "without_steps"]
 
 
 @contextmanager
@@ -29,11 +29,24 @@ def without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def thawed(owner: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> Iterator[None]:
-    """Let the parameters of ``owner`` that have a state in a step train meanwhile: torch makes none for those that are
-    frozen, and takes none for them.
+def kept_on_error(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Give the optimizers the state back that they had, if the block fails."""
+    before = [(optimizer, dict(optimizer.state)) for optimizer in optimizers]
+    try:
+        yield
+    except BaseException:
+        for optimizer, state in before:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        raise
 
-    An optimizer that lacks the state of one of them becomes one without state, for which torch makes all.
+
+@contextmanager
+def thawed(owner: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> Iterator[None]:
+    """Set ``requires_grad`` meanwhile of the parameters of ``owner`` that have a state in a step: torch makes none for
+    those that are frozen, and takes none for them.
+
+    An optimizer that lacks the state of one of them loses that of all, and torch makes all.
     """
     with without_steps(optimizer):
         groups = get_optimizer_state_dict(owner, optimizer)["param_groups"]
@@ -42,10 +55,10 @@ def thawed(owner: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: Col
     params = [param for name, param in zip(names, live, strict=True) if name in stored]
     if any(param not in optimizer.state for param in params):
         optimizer.state.clear()
-    frozen = [param for param in params if not param.requires_grad]
-    for param in frozen:
-        param.requires_grad_(True)
+    frozen = [param for param in params if not param.requires_grad and param.dtype.is_floating_point]
     try:
+        for param in frozen:
+            param.requires_grad_(True)
         yield
     finally:
         for param in frozen:

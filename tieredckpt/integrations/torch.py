@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import chain
 from typing import Any, Literal, overload
 
@@ -32,7 +33,7 @@ from tieredckpt.errors import Invalid, NotFound
 from tieredckpt.integrations._copies import with_copies
 from tieredckpt.integrations._errors import naming, telling_of_parts
 from tieredckpt.integrations._module_state import load_module_state, module_state, module_targets
-from tieredckpt.integrations._optimizers import thawed, with_groups_of, without_steps
+from tieredckpt.integrations._optimizers import kept_on_error, thawed, with_groups_of, without_steps
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 
 __all__ = ["TrainingState"]
@@ -163,10 +164,11 @@ class TrainingState:
             return _restored(store, work)
         found = None
         try:
-            while True:
-                arguments = work.send(found)
-                with telling_of_parts(arguments):
-                    found = store.restore(**arguments)
+            with closing(work):
+                while True:
+                    arguments = work.send(found)
+                    with telling_of_parts(arguments):
+                        found = store.restore(**arguments)
         except StopIteration as done:
             return done.value
 
@@ -181,11 +183,12 @@ class TrainingState:
                 f"its state (load_state_dict)"
             )
         about = head.tree[_ABOUT]
-        live = self._live(about["state_of"])
-        others = [name for name in self._parts if name not in live and name not in self._of_rank]
-        like = {**live, **dict.fromkeys([*others, _RANKS, _ABOUT], AS_SAVED)}
-        how = "into" if all(map(_can_be_filled, _tensors(live))) else "like"
-        found = yield {"step": head.step, how: like, "resume": resume}
+        with kept_on_error(self._parts[name] for name in self._names(torch.optim.Optimizer)):
+            live = self._live(about["state_of"])
+            others = [name for name in self._parts if name not in live and name not in self._of_rank]
+            like = {**live, **dict.fromkeys([*others, _RANKS, _ABOUT], AS_SAVED)}
+            how = "into" if all(map(_can_be_filled, _tensors(live))) else "like"
+            found = yield {"step": head.step, how: like, "resume": resume}
         rank, ranks = _rank()
         mine = None
         if ranks == about["ranks"]:
@@ -253,7 +256,8 @@ class TrainingState:
             if stored and any(hasattr(param, "to_local") for group in part.param_groups for param in group["params"]):
                 raise Invalid(
                     f"part {name!r} could not be given its state: {error}. With FSDP2 and tensor parallel it must have "
-                    f"one whose shards are filled: make a step of the training, and restore then"
+                    f"one whose shards are filled: make a step of the training, without freezing what has a state, and "
+                    f"restore then"
                 ) from error
             return dict.fromkeys(stored, AS_SAVED)
         return {key: AS_SAVED if _grows(state) else state for key, state in made.items() if key in stored}
@@ -316,10 +320,11 @@ class TrainingState:
 async def _restored(store: CheckpointStore, work: Generator[dict[str, Any], Any, int | None]) -> int | None:
     found = None
     try:
-        while True:
-            arguments = work.send(found)
-            with telling_of_parts(arguments):
-                found = await store.restore(**arguments)
+        with closing(work):
+            while True:
+                arguments = work.send(found)
+                with telling_of_parts(arguments):
+                    found = await store.restore(**arguments)
     except StopIteration as done:
         number: int | None = done.value
         return number

@@ -118,7 +118,7 @@ class TieredTrainerMixin(_Base):
         """Save a step; its `SyncCheckpoint`, or None on all ranks if one of them did not save."""
         saved, outcome = None, None
         try:
-            saved = self._parts().save(self._store, step, overwrite=True)
+            saved = self._parts(whole=not self.args.save_only_model).save(self._store, step, overwrite=True)
             outcome = saved.skipped or None
         except (NoSpace, RanksUnavailable, TierUnavailable) as error:
             outcome = str(error)
@@ -237,10 +237,10 @@ class TieredTrainerMixin(_Base):
         if not self._saving:
             super()._save_rng_state(output_dir)
 
-    def _parts(self: Any) -> TrainingState:
+    def _parts(self: Any, *, whole: bool) -> TrainingState:
         # DDP says whose buffers are saved; `TrainingState` takes its name out of those of the parameters.
         parts = {"model": self.model_wrapped if _is_ddp(self.model_wrapped) else self.model}
-        if not self.args.save_only_model:
+        if whole:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapping
             parts |= {"optimizer": optimizer, "scheduler": self.lr_scheduler, "random": self._random}
             scaler = getattr(self.accelerator, "scaler", None)
@@ -297,12 +297,11 @@ class TieredTrainerMixin(_Base):
         if step is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        self._random.loaded = None  # of a step that was resumed from before
         found = self._store.restore(step, as_="specs", resume=True)
-        if self.args.save_only_model:
-            return
         if "optimizer" in found.tree:
-            self._parts().restore(self._store, step, resume=True)
-        else:
+            self._parts(whole=True).restore(self._store, step, resume=True)
+        elif self.is_world_process_zero():
             _log.warning("%s has the model only: optimizer, scheduler and random numbers begin anew", checkpoint)
 
     def _load_scaler(self: Any, checkpoint: str | None) -> None:

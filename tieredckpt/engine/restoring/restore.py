@@ -221,8 +221,11 @@ class Restorer:
             tree = plain_tree(structure, array_spec)
             specs = Restored(step.step, step.serial, tree, numbers(record.metrics), {}, derivation is not None)
             return specs, step, record
-        seen = {} if shape.copy or derivation is not None else viewable(structure, fitted, shape.as_, forms)
-        if (viewed := await self._view(step, seen, forms) if seen else None) is not None:
+        viewed = None
+        if not shape.copy and derivation is None:
+            seen = await in_thread(viewable, structure, fitted, shape.as_, forms)
+            viewed = await self._view(step, seen, forms) if seen else None
+        if viewed is not None:
             read, check = viewed[0], partial(_check_views, loop, viewed[1])
         else:
             read, check = await self._read(step, partial(_targets, step, forms, targets), derivation), None

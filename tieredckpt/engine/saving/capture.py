@@ -302,12 +302,13 @@ class Captures:
             if left := set(self.pending):  # they may have ended meanwhile
                 await asyncio.wait(left)
 
-    async def ended(self) -> None:
-        """Return when those have ended that are under way now, but for those that the trainer has to confirm yet.
+    async def settled(self, step: int | None) -> None:
+        """For a restore of a ``step``, or of the newest: return when those under way have ended on which it depends,
+        but for those that the trainer has to confirm yet.
 
         Of several ranks none is waited for: they vote on it later, and do not wait as long for each other's restores.
         """
-        if self._state.membership.size > 1:
+        if self._state.membership.size > 1 or step not in (None, *self._state.observation.saving):
             return
         if left := self.pending.difference(task for lazy, task in self._lazy.items() if lazy.may_copy_again):
             await asyncio.wait(left)
