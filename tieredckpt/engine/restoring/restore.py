@@ -221,19 +221,15 @@ class Restorer:
             tree = plain_tree(structure, array_spec)
             specs = Restored(step.step, step.serial, tree, numbers(record.metrics), {}, derivation is not None)
             return specs, step, record
-        viewed = None
-        if not shape.copy and derivation is None:
-            seen = await in_thread(viewable, structure, fitted, shape.as_, forms)
-            viewed = await self._view(step, seen, forms) if seen else None
-        if viewed is not None:
+        in_place = not shape.copy and derivation is None
+        seen = await in_thread(viewable, structure, fitted, shape.as_, forms) if in_place else {}
+        if (viewed := await self._view(step, seen, forms) if seen else None) is not None:
             read, check = viewed[0], partial(_check_views, loop, viewed[1])
         else:
             read, check = await self._read(step, partial(_targets, step, forms, targets), derivation), None
         tree = await in_thread(_build, structure, fitted, read, shape.as_)
-        restored = Restored(
-            step.step, step.serial, tree, numbers(record.metrics), read.sources, derivation is not None, check
-        )
-        return restored, step, read.record
+        how = read.sources, derivation is not None, check
+        return Restored(step.step, step.serial, tree, numbers(record.metrics), *how), step, read.record
 
     async def _read(
         self, step: StepId, targets_for: Callable[[StepIndex], Arrays], derivation: State | None = None
