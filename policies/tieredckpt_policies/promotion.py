@@ -59,7 +59,8 @@ class Every(Promotion):
     """A step goes to the tier when ``interval`` (seconds) lies between its save and that of the newest there.
 
     Off-branch steps do not count as being there. The first step goes at once, and a step older than
-    the newest there does not go.
+    the newest there does not go. One saved after the clock was set back goes as well, or the tier would get none
+    until the clock is where it was.
     """
 
     kind: Literal["every"] = "every"
@@ -70,7 +71,8 @@ class Every(Promotion):
         newest = next((held for held in there if held.serial != step.serial), None)
         if newest is None:
             return True
-        return step.serial > newest.serial and step.saved_at - newest.saved_at >= self.interval
+        passed = step.saved_at - newest.saved_at
+        return step.serial > newest.serial and (passed >= self.interval or passed < 0)
 
 
 class Best(Promotion):

@@ -102,6 +102,8 @@ def test_promotion_by_time_counts_from_the_newest_step_there() -> None:
     assert not policy.promotes(older, TIER, store(older, saved(4, 4, age=100)))
     # Even where a clock that was set back makes it look younger.
     assert not policy.promotes(older, TIER, store(older, saved(4, 4, age=1000)))
+    # Nor does a clock that was ahead, by a year, keep the tier without a step for that year.
+    assert policy.promotes(new, TIER, store(saved(4, 4, age=-365 * 86400), new))
 
 
 @given(store_views())
