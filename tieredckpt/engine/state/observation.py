@@ -52,8 +52,9 @@ class Observation:
         before = self.observed
         step_seconds = before.step_seconds
         if before.last_save_step is not None and before.last_save_at is not None and step > before.last_save_step:
-            each = (saved_at - before.last_save_at) / (step - before.last_save_step)
-            step_seconds = blend(step_seconds, each)
+            trained = saved_at - before.last_save_at - seconds
+            if trained > 0:  # the clock was not set back
+                step_seconds = blend(step_seconds, trained / (step - before.last_save_step))
         self.observed = dataclasses.replace(
             before,
             last_save_step=step,
