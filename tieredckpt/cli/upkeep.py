@@ -9,7 +9,7 @@ import typer
 
 from tieredckpt.cli.console import output, print_json, print_table, printable, waiting
 from tieredckpt.cli.opening import Json, StorePath, writing
-from tieredckpt.errors import Conflict
+from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.units import format_size
 
 __all__ = ["collect", "delete", "evict", "promote"]
@@ -59,11 +59,15 @@ def delete(
 
 
 def collect(store: StorePath, as_json: Json = False) -> None:
-    """Reclaim the space that no step needs."""
+    """Reclaim the space that no step needs. Exits with 1 when a tier does not answer."""
     with writing(store) as opened, waiting("collecting"):
         collected = opened.collect()
+        done = {each.tier for each in collected}
+        left = [tier for tier in opened.tier_infos() if tier.name not in done]
     if as_json:
         print_json([asdict(each) for each in collected])
-        return
-    rows = [(each.tier, each.packs, format_size(each.nbytes), each.files) for each in collected]
-    print_table("collected", ("tier", "packs", "freed", "files"), rows, right=("packs", "freed", "files"))
+    else:
+        rows = [(each.tier, each.packs, format_size(each.nbytes), each.files) for each in collected]
+        print_table("collected", ("tier", "packs", "freed", "files"), rows, right=("packs", "freed", "files"))
+    if left:
+        raise TierUnavailable("\n".join(f"tier {tier.name!r} was not collected: {tier.problem}" for tier in left))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,14 @@ def test_a_running_trainer_is_not_written_beside(run: Run, config: Path, trainin
         result = run(*arguments)
         assert (result.exit_code, result.stderr[:9]) == (1, "Conflict:")
     assert training.where(1) == ("ram", "disk")
+
+
+def test_a_collection_of_all_tiers_but_one_is_no_success(run: Run, trained: Path) -> None:
+    shutil.rmtree(trained.parent / "archive")
+    (trained.parent / "archive").write_text("no folder")
+    result = run("collect", trained, "--json")
+    assert [each["tier"] for each in json.loads(result.stdout)] == ["ram", "disk"]
+    assert (result.exit_code, "TierUnavailable: tier 'archive' was not collected" in result.stderr) == (1, True)
 
 
 def test_collect_tells_what_it_reclaimed(told: Told, trained: Path) -> None:
