@@ -10,10 +10,11 @@ from tieredckpt.engine.keeping.safety import check_deletable, check_unread
 from tieredckpt.engine.repairing.repack import collect_on
 from tieredckpt.engine.repairing.scrub import scrub
 from tieredckpt.engine.repairing.verify import Verified, Verifier
+from tieredckpt.engine.restoring.lookup import never_read
 from tieredckpt.engine.state.adoption import adopt_if_gone
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Invalid, NotFound
+from tieredckpt.errors import Invalid, NotFound, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["Admin", "DerivedAdmin"]
@@ -77,7 +78,12 @@ class Admin:
         state = self._state
         state.check_writable("delete")
         self._check_ours(f"delete step {number}", state.membership.rank == 0)
-        found = state.find(number, damaged=True)
+        try:
+            found = state.find(number, damaged=True)
+        except NotFound as error:
+            if silent := never_read(state):
+                raise TierUnavailable(f"{error}: {silent[0].health.error}") from error
+            raise
         there = {step for tier in state.tiers for step in (*tier.steps.held, *tier.steps.damaged)}
         known = {step for step in there if step.step == number}
         steps = {found} | {step for step in known if state.on_line(step.serial) and state.on_line(found.serial)}

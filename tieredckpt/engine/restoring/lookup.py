@@ -11,10 +11,11 @@ from tieredckpt.engine.restoring.source import report_silent
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId, StepRecord
 
-__all__ = ["StepCopy", "Wanted", "copies", "find_derived", "look_up"]
+__all__ = ["StepCopy", "Wanted", "copies", "find_derived", "look_up", "never_read"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -80,9 +81,7 @@ async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] |
     """The step of that number, or the newest; None when the store is empty. Raises as `Together.look_up`."""
     records = state.records()
     if step is None and not records:
-        silent = [tier for tier in state.every_tier if tier.marker is None and tier.health.error is not None]
-        silent = [tier for tier in silent if not (state.read_only and isinstance(tier.health.error, NotFound))]
-        if silent:
+        if silent := never_read(state):
             raise TierUnavailable(
                 f"no tier that answers holds a step, and {', '.join(repr(tier.name) for tier in silent)} cannot be "
                 f"read ({silent[0].health.error}); to start afresh all the same, take it out of the configuration"
@@ -101,6 +100,12 @@ async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] |
     record = await _whole_record(state, found)
     # What turned out unreadable is found no more.
     return await look_up(state, step) if record is None else (found, record)
+
+
+def never_read(state: State) -> list[Tier]:
+    """The tiers that have not answered since the opening, and may hold steps that nobody knows of."""
+    silent = [tier for tier in state.every_tier if tier.marker is None and tier.health.error is not None]
+    return [tier for tier in silent if not (state.read_only and isinstance(tier.health.error, NotFound))]
 
 
 async def _whole_record(state: State, step: StepId) -> StepRecord | None:

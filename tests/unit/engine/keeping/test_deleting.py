@@ -158,6 +158,24 @@ async def test_where_a_tier_is_silent_nothing_is_deleted_but_by_force(
         assert await store.all_steps() == (2, 3)
 
 
+async def test_a_step_that_a_tier_may_hold_which_never_answered_is_not_said_to_be_gone(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+    faults.kill("disk")
+    async with CheckpointStore.open(settings) as store:
+        for force in (False, True):
+            with pytest.raises(TierUnavailable, match=r"no tier holds step 1 .*not reachable at present: disk"):
+                await store.delete(1, force=force)
+    faults.revive("disk")
+    async with CheckpointStore.open(settings) as store:
+        assert await store.where(1) == ("disk",)
+        with pytest.raises(NotFound):
+            await store.delete(2)
+
+
 async def test_a_step_is_not_promoted_while_it_is_deleted(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
