@@ -70,7 +70,7 @@ def preemption(
         on: the warning.
 
     Raises:
-        Invalid: without a positive time; when entered anywhere but in the main thread, which gets the signals.
+        Invalid: without a positive time; when entered twice, or not in the main thread, which gets the signals.
         NotFound: there is no such tier.
     """
     return Preemption(store._store if isinstance(store, SyncStore) else store, seconds, tier, name, on)
@@ -109,6 +109,8 @@ class Preemption:
         return max(self._state.tiers, key=safety)
 
     def __enter__(self) -> Self:
+        if self._promoting.ident is not None:
+            raise Invalid("this was entered before: make a new one with preemption() for each block")
         try:
             self._before = signal.signal(self._on, self._warn) or signal.SIG_DFL  # None for one that Python did not set
         except ValueError as error:

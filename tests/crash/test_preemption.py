@@ -195,6 +195,15 @@ async def test_where_no_signal_arrives_it_is_refused(settings: StoreConfig) -> N
             await asyncio.to_thread(preemption(store).__enter__)
 
 
+def test_a_second_block_of_one_preemption_is_refused_and_takes_no_signal(settings: StoreConfig) -> None:
+    with CheckpointStore.open(settings).sync() as store:
+        notice = preemption(store)
+        with notice:
+            pass
+        with pytest.raises(Invalid, match="entered before"):
+            notice.__enter__()
+
+
 def test_it_takes_the_safest_tier_or_the_one_that_is_named(shared_memory: Path, tmp_path: Path) -> None:
     tiers = {
         "ram": ram(shared_memory),
