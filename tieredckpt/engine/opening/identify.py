@@ -15,9 +15,9 @@ from tieredckpt.blobs.ram.places import place_of, places_of
 from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.engine.opening.capacity import refuse_what_cannot_fit
 from tieredckpt.engine.opening.connect import connect, move_to_earlier_place
-from tieredckpt.engine.opening.identity import consistent_markers, marker_of
+from tieredckpt.engine.opening.identity import consistent_markers, known_elsewhere, marker_of
 from tieredckpt.engine.opening.ram import find, refuse_other_file_system
-from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name
+from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name, notes
 from tieredckpt.engine.opening.stale_ram import remove_stale_ram
 from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import State
@@ -57,7 +57,7 @@ async def identify(
     state.identity.noted = _noted_elsewhere(found)
     # Where exact steps are lost, a tier of derived ones tells whose they were.
     slower = _SlowerTiers(state, [tier for tier in (*state.tiers, *state.derived) if not tier.in_memory])
-    await slower.read_markers()
+    await slower.read_markers(found)
     await slower.look_at_earlier_places(found)
     choice = _chosen(state, slower.seen_tiers(), found)
     _take_identity(state, choice, found)
@@ -87,9 +87,14 @@ class _SlowerTiers:
         failed = [tier for tier, _ in self.failures]
         return [tier for tier in self.tiers if tier not in failed]
 
-    async def read_markers(self) -> None:
+    async def read_markers(self, found: Sequence[FoundRam]) -> None:
         """Read the marker of each tier, and correct those that contradict the steps beside them."""
-        markers = await asyncio.gather(*(self._read_marker(tier) for tier in self.tiers))
+        markers = list(await asyncio.gather(*(self._read_marker(tier) for tier in self.tiers)))
+        intact = [marker for marker, damaged in self._seen.values() if marker is not None and not damaged]
+        for i, (tier, marker) in enumerate(zip(self.tiers, markers, strict=True)):
+            if marker is not None and self._seen[tier.name][1]:
+                at = [place] if (place := self.state.identity.places.get(tier.name)) is not None else []
+                markers[i] = known_elsewhere(marker, [*intact, *(each.marker for each in found if notes([each], at))])
         self._markers = await consistent_markers(self.tiers, markers)
 
     async def _read_marker(self, tier: Tier) -> StoreMarker | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -15,7 +15,7 @@ from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker, find_record
 
-__all__ = ["consistent_markers", "marker_of", "store_of_steps"]
+__all__ = ["consistent_markers", "known_elsewhere", "marker_of", "store_of_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -47,31 +47,37 @@ async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
     if marker is not None:
         return marker, False
     records = await _newest_records(tier)
-    store = _only_store(records)
-    if store is not None:
+    if records:
         if all((record.derived is not msgspec.UNSET) != tier.derived for record in records):
             raise tier.of_other_kind()
+        store, *before = dict.fromkeys(record.store for record in records)
         _log.warning(
             "tier %r has lost its marker (%s); its steps are of store %s", tier.name, problem or "it is missing", store
         )
-        return StoreMarker(store=store), True
+        return StoreMarker(store=store, forked_from=tuple(before) or msgspec.UNSET), True
     if problem is not None:
         raise problem
     return None, False
 
 
 async def store_of_steps(tier: Tier) -> str | None:
-    """The store that the newest steps of a tier belong to; None where there are none, or they disagree."""
-    return _only_store(await _newest_records(tier))
+    """The store that saved the newest step of a tier; None where there is none. A fork has older ones of others."""
+    return next((record.store for record in await _newest_records(tier)), None)
 
 
-def _only_store(records: Sequence[StepRecord]) -> str | None:
-    stores = {record.store for record in records}
-    return stores.pop() if len(stores) == 1 else None
+def known_elsewhere(marker: StoreMarker, known: Iterable[StoreMarker]) -> StoreMarker:
+    """The marker that is known of the same store, in place of one that steps have told.
+
+    They tell nothing of a fork since they were saved, and not of every store that it was forked from.
+    """
+    return next((each for each in known if each.owns(marker.store)), marker)
 
 
 async def _newest_records(tier: Tier) -> list[StepRecord]:
-    """Records of the newest steps that can be read. Raises `TierUnavailable` where some cannot be, and none can."""
+    """Records of the newest steps that can be read, the newest first.
+
+    Raises `TierUnavailable` where some cannot be, and none can.
+    """
     found: list[StepId] = []
     async for info in tier.store.list(layout.STEPS):
         folder, _, name = info.key.rpartition("/")
@@ -108,7 +114,7 @@ async def consistent_markers(tiers: Sequence[Tier], markers: Sequence[StoreMarke
             continue  # which is met again where it is reported
         if store is not None and not marker.owns(store) and store in others:
             _log.warning("tier %r: its marker says %s, its steps and another tier %s", tier.name, marker.store, store)
-            result[i] = StoreMarker(store=store)
+            result[i] = markers[stores.index(store)]
     return result
 
 

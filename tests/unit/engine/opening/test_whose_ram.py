@@ -20,8 +20,11 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.blobs.ram.folder import is_store_folder
 from tieredckpt.blobs.ram.owner import read_owner
+from tieredckpt.engine.opening.change_identity import fork
 from tieredckpt.errors import Conflict
 from tieredckpt.events import RamLeftAlone, TierFailed
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import decode_marker
 
 
 class Place:
@@ -244,6 +247,20 @@ async def test_a_marker_that_is_damaged_does_not_make_a_copy_the_store(place: Pl
     with pytest.raises(Conflict, match="is a copy of the store at"):
         await CheckpointStore.open(place.at("copy"))
     assert await place.newest("p") == 2
+
+
+@pytest.mark.parametrize("promote", ["never", "always"])
+async def test_a_fork_that_lost_its_marker_keeps_what_is_in_ram(place: Place, promote: str) -> None:
+    await place.killed("p", 1, promote="always")
+    before, after = await fork(place.at("p"))
+    await place.killed("p", 2, promote=promote)
+    await place.killed("p", 3)
+    marker = place.base / "p" / layout.MARKER
+    known = decode_marker(marker.read_bytes(), "")
+    assert (known.store, known.ancestors) == (after, (before,))
+    marker.unlink()
+    assert await place.newest("p") == 3
+    assert decode_marker(marker.read_bytes(), "") == known
 
 
 async def test_a_snapshot_by_hard_links_is_a_copy(place: Place) -> None:
