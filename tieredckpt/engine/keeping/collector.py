@@ -14,6 +14,7 @@ from tieredckpt.blobs.base import BlobInfo, Sweep
 from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
+from tieredckpt.engine.keeping.listed_packs import compare_packs
 from tieredckpt.engine.keeping.policies import leaving, leaving_when_full, waits_for_promotion
 from tieredckpt.engine.opening.scan import step_folders
 from tieredckpt.engine.state.state import State
@@ -164,7 +165,7 @@ class Collector:
             await self._take_back(tier)
             listed: list[BlobInfo] = []
             if orphans:
-                await self._find_strays(tier)
+                await compare_packs(tier)
                 listed = [info async for info in tier.store.list(layout.STEPS)]
                 await self._check_known(tier, listed)
             # A verification may read the step well meanwhile; either result shows what it uses.
@@ -223,14 +224,6 @@ class Collector:
             tier.steps.indexes.forget(step)
             tier.steps.catalogued.forget(step)
             tier.steps.held[step] = replace(held, btree_key=btree_key)
-
-    async def _find_strays(self, tier: Tier) -> None:
-        """Get to know packs whose put failed after it had happened, and those of other writers."""
-        async for info in tier.store.list(layout.PACKS):
-            if info.key not in tier.packs.sizes and layout.parse_pack_key(info.key) is not None:
-                tier.packs.sizes[info.key] = info.size
-                tier.packs.unlisted.add(info.key)
-                tier.packs.orphans[info.key] = info.modified or time.time()
 
     async def _check_known(self, tier: Tier, listed: Iterable[BlobInfo]) -> None:
         """Raise `TierUnavailable`, and have the tier read anew, if another writer has committed a step there: one that

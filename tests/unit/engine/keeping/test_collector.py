@@ -155,6 +155,23 @@ async def test_a_pack_that_lost_its_own_step_lives_on_for_the_step_that_shares_i
         await assert_restores(store, 2, state() | {"seeds": [2]})
 
 
+async def test_no_step_refers_to_a_pack_that_somebody_has_deleted_once_it_was_collected(
+    place: Place, disk: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(place, disk) as store:
+        for step in (1, 2):
+            await (await store.save(step, changed(step, keeps=5))).reached("disk")
+        (lost,) = (await index_of(store, "disk", 1))["w0"].chunks
+        assert isinstance(lost.where, Extent)
+        (place.disk / lost.where.path).unlink()
+        await store.collect()
+        assert lost.where.path in caplog.text
+        await (await store.save(3, changed(3, keeps=5))).reached("disk")
+        assert referenced(place.disk) - set(files_under(place.disk)) == {lost.where.path}  # of the steps before
+        assert [found.intact for found in await store.verify(3)] == [True, True]
+        assert [found.intact for found in await store.verify(2, "disk", repair=True)] == [True]
+
+
 async def test_an_orphan_goes_after_the_grace_period_and_not_before(
     place: Place, disk: dict[str, Any], faults: FaultyTiers
 ) -> None:

@@ -1,0 +1,50 @@
+"""Compares the packs that are known of a tier with those that are there: others may have written or deleted some."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import NotFound
+from tieredckpt.format import layout
+
+__all__ = ["compare_packs"]
+
+_log = logging.getLogger("tieredckpt")
+
+
+async def compare_packs(tier: Tier) -> None:
+    """Get to know packs whose put failed after it had happened, and those of other writers; forget those that are lost.
+
+    Such as what a purge of old files has deleted: later steps would refer to it. The caller holds ``tier.packs.guard``.
+    Raises as the tier's store does.
+    """
+    packs = tier.packs
+    unseen = set(packs.sizes)
+    async for info in tier.store.list(layout.PACKS):
+        unseen.discard(info.key)
+        if info.key not in packs.sizes and layout.parse_pack_key(info.key) is not None:
+            packs.sizes[info.key] = info.size
+            packs.unlisted.add(info.key)
+            packs.orphans[info.key] = info.modified or time.time()
+    lost = [key for key in sorted(unseen) if await _is_lost(tier, key)]
+    if not lost:
+        return
+    _log.error(
+        "tier %r: %d packs are gone that this store has not deleted, such as %s; later steps write what was in them "
+        "again, and to verify earlier ones with `repair` repairs those",
+        *(tier.name, len(lost), lost[0]),
+    )
+    for digest in packs.index.in_packs(lost):
+        packs.forget(digest)
+    for key in lost:
+        del packs.sizes[key]
+
+
+async def _is_lost(tier: Tier, key: str) -> bool:
+    try:
+        await tier.store.stat(key)
+    except NotFound:
+        return True
+    return False  # it was listed late, or has come since
