@@ -163,6 +163,31 @@ def _registered(folder: Path, ram: Path) -> list[Any]:
     return found
 
 
+def _normalised(folder: Path, ram: Path) -> list[Any]:
+    """Save and load a model whose statistics differ between processes; this process's before and after."""
+    tiers = {"ram": {"kind": "ram", "path": str(ram)}, "disk": {"kind": "posix", "path": str(folder / "disk")}}
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+    model(torch.randn(4, 2) + 10.0 * accelerator.process_index)
+    statistics = accelerator.unwrap_model(model)[1].running_mean
+    before = statistics.tolist()
+    with CheckpointStore.open_sync({"tiers": tiers}, ranks="auto") as store:
+        integration.save_state(accelerator, store, 1).reached("disk")
+        statistics.zero_()
+        assert integration.load_state(accelerator, store) == 1
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return [before, statistics.tolist()]
+
+
+def test_of_statistics_that_differ_under_ddp_the_first_ones_are_saved(
+    start: Start, tmp_path: Path, shared_memory: Path
+) -> None:
+    told = [child.result() for child in ranks(start, 2, _normalised, tmp_path, shared_memory / "ram")]
+    assert told[0][0] != told[1][0]
+    assert [after for _, after in told] == [told[0][0]] * 2
+
+
 def test_of_registered_objects_that_differ_the_first_ones_is_saved(
     start: Start, tmp_path: Path, shared_memory: Path
 ) -> None:

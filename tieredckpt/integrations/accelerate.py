@@ -70,6 +70,12 @@ def load_state(
     return found
 
 
+class _Replicas(TrainingState):
+    """Of DDP, whose wrappers the Accelerator gives away."""
+
+    _replicated = True
+
+
 class _Position:
     """Position of a data loader: the state that the Accelerator keeps of it, a batch behind the loader's own."""
 
@@ -133,7 +139,9 @@ def _state_of(accelerator: Any) -> TrainingState:
         ("custom", [_OfFirst(each, first=accelerator.is_main_process) for each in accelerator._custom_objects]),
     ):
         parts |= {f"{name}_{i}": each for i, each in enumerate(found)}
-    return TrainingState(per_rank=[name for name in parts if name.startswith("position_")], **parts)
+    per_rank = [name for name in parts if name.startswith("position_")]
+    replicas = accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    return (_Replicas if replicas else TrainingState)(per_rank=per_rank, **parts)
 
 
 def _models(accelerator: Any) -> dict[str, torch.nn.Module]:

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, Shard, SyncCheckpoint, SyncStore
+from tieredckpt import AS_SAVED, Checkpoint, CheckpointStore, SyncCheckpoint, SyncStore
 from tieredckpt.errors import Invalid, NotFound
+from tieredckpt.integrations._buffers import is_wrapper, with_buffers_of_first
 from tieredckpt.integrations._copies import with_copies
 from tieredckpt.integrations._errors import naming, telling_of_parts
 from tieredckpt.integrations._module_state import load_module_state, module_state, module_targets
@@ -63,6 +63,9 @@ class TrainingState:
         Invalid: a ``DataLoader`` that has no state, an optimizer of parameters that are not in one module, a name that
             is taken, or one of ``per_rank`` that cannot be; it is named.
     """
+
+    _replicated = False
+    """Whether the modules are replicas on all ranks, though the wrappers of DDP that tell it are not among them."""
 
     def __init__(self, *, rng: bool = True, per_rank: Sequence[str] = (), **parts: Any) -> None:
         for name, part in parts.items():
@@ -283,11 +286,7 @@ class TrainingState:
         if not isinstance(part, torch.nn.Module):
             return stored
         with naming(name, "tell its state"):
-            first = _first_ranks(part)
-            return {
-                key: value if (rank := first.get(_storage(value))) is None else _of_first(value, rank)
-                for key, value in stored.items()
-            }
+            return with_buffers_of_first(part, stored, replicated=self._replicated)
 
     def _stored(self, name: str) -> Any:
         part = self._parts[name]
@@ -337,41 +336,6 @@ def _rank() -> tuple[int, int]:
     return 0, 1
 
 
-def _first_ranks(module: torch.nn.Module) -> dict[int, int]:
-    """The first rank of the DDP that a buffer is in, by the `_storage` of the buffer."""
-    found: dict[int, int] = {}
-    for child in module.modules() if dist.is_available() and dist.is_initialized() else ():
-        if isinstance(child, DistributedDataParallel):
-            ranks = dist.get_process_group_ranks(child.process_group)
-            if len(ranks) > 1:
-                found.update(dict.fromkeys(map(_storage, child.buffers()), min(ranks)))
-    for none in (0, *map(_storage, module.parameters())):
-        found.pop(none, None)
-    return found
-
-
-def _of_first(buffer: torch.Tensor, rank: int) -> Any:
-    """This rank's share of a buffer that ``rank`` saves in full.
-
-    It is a shard, for what is `replicated` is divided among ranks that all have it. The others save a shard of no
-    rows, so that a buffer that the first does not have makes no step. Nothing smaller than one number can be saved.
-    """
-    if not buffer.ndim:
-        return buffer
-    return Shard(buffer if _rank()[0] == rank else buffer[:0], buffer.shape, (0,) * buffer.ndim)
-
-
-def _storage(value: Any) -> int:
-    """Address of a dense tensor's data; 0 for anything else, and without data."""
-    dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and not _is_wrapper(value)
-    return value.untyped_storage().data_ptr() if dense else 0
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its data in others: a DTensor, or a quantized one."""
-    return hasattr(tensor, "__tensor_flatten__")
-
-
 def _grows(state: Any) -> bool:
     """Whether the state of a parameter may have another form after each step, as the history of LBFGS."""
     return isinstance(state, Mapping) and any(isinstance(value, list | tuple) for value in state.values())
@@ -392,7 +356,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 def _can_be_filled(tensor: Any) -> bool:
     if hasattr(tensor, "to_local"):
         tensor = tensor.detach().to_local()
-    elif _is_wrapper(tensor):
+    elif is_wrapper(tensor):
         return all(_can_be_filled(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     if tensor.is_conj() or tensor.is_neg():
         return False
