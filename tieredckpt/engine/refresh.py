@@ -20,7 +20,7 @@ from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.opening.connect import connect, reopen
 from tieredckpt.engine.opening.identify import identify
 from tieredckpt.engine.opening.scan import scan_tier_again
-from tieredckpt.engine.opening.stale_ram import remove_stale
+from tieredckpt.engine.opening.stale_ram import remove_stale_ram
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram, seen_in_ram
 from tieredckpt.engine.restoring.moved import Moved
 from tieredckpt.engine.state.adoption import adopt_newest
@@ -53,8 +53,8 @@ class Refresh:
         """One for each call under way."""
         self._aside: list[tuple[BlobStore, set[object]]] = []
         """Stores that tiers use no more, each with the calls that may still read it."""
-        self._left_behind: set[tuple[str, StepId]] = set()
-        """Tiers and steps there that the training has not gone on from."""
+        self._left_behind: set[StepId] = set()
+        """Steps in RAM that the training has not gone on from."""
         self._seen: Hashable = None
         """The last result of `seen_in_ram`."""
 
@@ -120,9 +120,9 @@ class Refresh:
                 await self._look_at(tier, packs=packs)
         if state.identity.marker is None or all(tier.marker is None for tier in state.tiers):
             await self._identify()  # only the stored files tell which store it is
-        before = self._held()
-        await remove_stale(state)
-        self._left_behind |= before - self._held()
+        before = set(first.steps.held)
+        await remove_stale_ram(state)
+        self._left_behind |= before - set(first.steps.held)
         seen = await in_thread(seen_in_ram, state)
         if seen != self._seen:
             await open_read_only_ram(state)
@@ -131,9 +131,6 @@ class Refresh:
             first.steps.held.setdefault(step, Held(merged.index.record, ""))
         adopt_newest(state)
         state.changed.notify()
-
-    def _held(self) -> set[tuple[str, StepId]]:
-        return {(tier.name, step) for tier in self._state.tiers for step in tier.steps.held}
 
     async def _look_at(self, tier: Tier, *, packs: bool) -> None:
         if tier.ram is not None and not await in_thread(_is_there, tier.ram.store):
@@ -144,8 +141,7 @@ class Refresh:
         if tier.health.error is not None and time.monotonic() < tier.health.retry_at:
             return
         try:
-            left = {step for name, step in self._left_behind if name == tier.name}
-            foreign = await scan_tier_again(tier, packs=packs, but=left)
+            foreign = await scan_tier_again(tier, packs=packs, but=self._left_behind if tier.in_memory else ())
         except TierUnavailable as error:
             await self._reopen(tier, error)
         else:
@@ -214,7 +210,8 @@ class Refresh:
             self._aside.append((tier.blobs, set(self._in_flight)))
         tier.blobs = None
         await tier.disconnect()
-        self._left_behind = {each for each in self._left_behind if each[0] != tier.name}
+        if tier.in_memory:
+            self._left_behind.clear()
 
 
 def _is_there(ram: RamStore) -> bool:

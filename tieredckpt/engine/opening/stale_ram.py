@@ -1,25 +1,22 @@
-"""Removes stale saves: the training went on elsewhere from an older step, and gave their serials again.
+"""Removes stale saves from RAM: the training went on elsewhere from an older step, and gave their serials again.
 
-A trainer dies before its last saves were promoted, its node keeps them in RAM or on a disk of its own, and the job goes
-on without the node. When it comes back, what it holds is older than what the other tiers hold under the same serials.
+A trainer dies before its last saves were promoted, its node keeps them in RAM, and the job goes on without the node.
+When it comes back, what RAM holds is older than what the other tiers hold under the same serials.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
-from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import TieredCkptError
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord
 
-__all__ = ["remove_stale", "stale_steps"]
+__all__ = ["remove_stale_ram", "stale_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -43,50 +40,8 @@ def stale_steps(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
     return found
 
 
-async def remove_stale(state: State) -> None:
-    """Remove stale steps; a reader, or who does not manage a tier, only stops listing them."""
-    for step, tier in _stale_below_ram(state):
-        _log.warning(
-            "%s is dropped from tier %r: the training has gone on elsewhere, and given its serial again",
-            *(step, tier.name),
-        )
-        if state.read_only or not state.manages(tier):
-            tier.steps.drop(step)
-            continue
-        try:
-            await commit_file.retract(tier, step)
-        except TieredCkptError as error:
-            tier.steps.drop(step)
-            state.report(tier, error)
-    await _remove_stale_ram(state)
-
-
-def _stale_below_ram(state: State) -> list[tuple[StepId, Tier]]:
-    """The stale steps on other tiers than RAM: of saves with one serial the last counts.
-
-    A tier is behind where another that survives as much has a later save of a serial: what it holds of that serial and
-    those that follow is stale, but for what was saved later still, for the training has gone on from there since.
-    """
-    saves: dict[int, list[tuple[Tier, StepRecord]]] = {}
-    for tier in state.tiers:
-        for held in () if tier.in_memory else tier.steps.held.values():
-            saves.setdefault(held.record.serial, []).append((tier, held.record))
-    found: list[tuple[StepId, Tier]] = []
-    overtaken: dict[str, float] = {}
-    for _, copies in sorted(saves.items()):
-        for tier, record in copies:
-            later = [
-                other.saved_at
-                for each, other in copies
-                if other.saved_at > record.saved_at and each.survives >= tier.survives
-            ]
-            overtaken[tier.name] = max([overtaken.get(tier.name, -math.inf), *later])
-            if record.saved_at < overtaken[tier.name]:
-                found.append((record.id, tier))
-    return found
-
-
-async def _remove_stale_ram(state: State) -> None:
+async def remove_stale_ram(state: State) -> None:
+    """Remove stale steps from RAM; a reader only stops listing them."""
     first = state.tiers[0]
     if (ram := first.ram) is None:
         return

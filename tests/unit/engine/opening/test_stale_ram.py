@@ -98,60 +98,6 @@ async def test_what_followed_since_both_have_the_same_again_is_kept(place: Path,
         assert_same(restored.tree, state(5))
 
 
-def with_a_disk(node: str, place: Path, promote: str = "always") -> StoreConfig:
-    """A node with a disk of its own, above one that all nodes see."""
-    own = folder(place / node / "own", retain="all")
-    return config({"own": own, "disk": folder(place / "disk", retain="all", promote=promote)})
-
-
-async def saved_on(node: str, place: Path, *steps: tuple[int, int], promote: str = "always") -> None:
-    """A run on a node that goes on from the newest step; the steps, and what their states have."""
-    async with CheckpointStore.open(with_a_disk(node, place, promote)) as store:
-        await store.restore()
-        for step, value in steps:
-            await store.save(step, state(value))
-        await store.flush()
-
-
-async def test_what_a_node_kept_on_its_own_disk_does_not_replace_what_was_saved_after_it(place: Path) -> None:
-    await saved_on("a", place, (1, 1))
-    await saved_on("a", place, (2, 20), (3, 30), promote="never")
-    await saved_on("b", place, (2, 2))
-    async with CheckpointStore.open(with_a_disk("a", place), read_only=True) as reader:
-        for _ in range(2):
-            assert [(info.step, info.tiers) for info in await reader.steps()] == [(1, ("own", "disk")), (2, ("disk",))]
-    async with CheckpointStore.open(with_a_disk("a", place)) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state(2))
-        await store.save(3, state(3))
-        await store.flush()
-        assert [info.tiers for info in await store.steps()] == [("own", "disk"), ("disk",), ("own", "disk")]
-    for node in "ab":
-        async with CheckpointStore.open(with_a_disk(node, place)) as store:
-            restored = await store.restore()
-            assert restored is not None
-            assert_same(restored.tree, state(3))
-            for info in await store.steps():
-                assert all(each.intact for each in await store.verify(info.step))
-
-
-async def test_what_a_node_saved_on_its_own_disk_after_the_others_is_kept(place: Path, faults: FaultyTiers) -> None:
-    await saved_on("a", place, (1, 1))
-    await saved_on("a", place, (2, 20), promote="never")
-    await saved_on("b", place, (2, 2))
-    faults.refuse("disk")
-    store = await CheckpointStore.open(with_a_disk("a", place))  # which cannot know what b has saved
-    await store.restore()
-    await store.save(3, state(30))
-    await crash(store)
-    faults.allow("disk")
-    async with CheckpointStore.open(with_a_disk("a", place)) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state(30))
-
-
 async def test_of_several_ranks_too_what_was_left_behind_is_dropped(shared_memory: Path, faults: FaultyTiers) -> None:
     disk = shared_memory / "disk"
     async with cohort(2, shared_memory, disk, nodes=["a", "b"]) as ranks:
