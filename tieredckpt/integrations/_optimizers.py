@@ -55,7 +55,9 @@ def thawed(owner: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: Col
     params = [param for name, param in zip(names, live, strict=True) if name in stored]
     if any(param not in optimizer.state for param in params):
         optimizer.state.clear()
-    frozen = [param for param in params if not param.requires_grad and param.dtype.is_floating_point]
+    frozen = [
+        param for param in params if not param.requires_grad and (param.is_floating_point() or param.is_complex())
+    ]
     try:
         for param in frozen:
             param.requires_grad_(True)

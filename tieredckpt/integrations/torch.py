@@ -186,17 +186,18 @@ class TrainingState:
                 f"its state (load_state_dict)"
             )
         about = head.tree[_ABOUT]
+        rank, ranks = _rank()
+        if ranks == about["ranks"]:
+            self._check_parts_of_rank(head.step, rank, head.tree[_RANKS].get(rank, {}))
         with kept_on_error(self._parts[name] for name in self._names(torch.optim.Optimizer)):
             live = self._live(about["state_of"])
             others = [name for name in self._parts if name not in live and name not in self._of_rank]
             like = {**live, **dict.fromkeys([*others, _RANKS, _ABOUT], AS_SAVED)}
             how = "into" if all(map(_can_be_filled, _tensors(live))) else "like"
             found = yield {"step": head.step, how: like, "resume": resume}
-        rank, ranks = _rank()
         mine = None
         if ranks == about["ranks"]:
             mine = found.tree[_RANKS].get(rank, {})
-            self._check_parts_of_rank(found.step, rank, mine)
         elif rank == 0:
             _log.warning(
                 "step %d was saved by %d ranks, and these are %d: data loaders and random number generators stay as "

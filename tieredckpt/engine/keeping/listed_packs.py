@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 
+from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import NotFound
+from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.format import layout
 
 __all__ = ["compare_packs"]
@@ -18,7 +19,7 @@ async def compare_packs(tier: Tier) -> None:
     """Get to know packs whose put failed after it had happened, and those of other writers; forget those that are lost.
 
     Such as what a purge of old files has deleted: later steps would refer to it. The caller holds ``tier.packs.guard``.
-    Raises as the tier's store does.
+    Raises as the tier's store does, and `TierUnavailable` where the tier is another one by now, or not mounted.
     """
     packs = tier.packs
     unseen = set(packs.sizes)
@@ -28,6 +29,10 @@ async def compare_packs(tier: Tier) -> None:
             packs.sizes[info.key] = info.size
             packs.unlisted.add(info.key)
             packs.orphans[info.key] = info.modified or time.time()
+    if not unseen:
+        return
+    if not await marker_file.is_still(tier.store, tier.marker):
+        raise TierUnavailable(f"tier {tier.name!r} has lost its marker and {len(unseen)} packs; is it mounted?")
     lost = [key for key in sorted(unseen) if await _is_lost(tier, key)]
     if not lost:
         return
@@ -39,7 +44,7 @@ async def compare_packs(tier: Tier) -> None:
     for digest in packs.index.in_packs(lost):
         packs.forget(digest)
     for key in lost:
-        del packs.sizes[key]
+        packs.sizes.pop(key, None)
 
 
 async def _is_lost(tier: Tier, key: str) -> bool:

@@ -44,14 +44,19 @@ async def refer_to_intact(
 
     Raises `TierUnavailable` when a copy or an index could not be read.
     """
-    wanted = encoding or tier.packs.encoding
+    async with tier.packs.proving:
+        await _refer_to_intact(state, tier, step, sizes, encoding or tier.packs.encoding)
+
+
+async def _refer_to_intact(
+    state: State, tier: Tier, step: StepId | None, sizes: Mapping[bytes, int], wanted: Encoding
+) -> None:
     unproven = await in_thread(_unverified, tier, sizes, pool=state.pool)
     for digest, extent in (await in_thread(_of_one_encoding, tier, sizes, wanted, pool=state.pool)).items():
-        if tier.packs.duplicates.pop(digest, None) is None:
-            continue  # who asked at the same time was before
-        if tier.packs.index.get(digest) != extent:
+        if tier.packs.index[digest] != extent:
             tier.packs.forget(digest)
             tier.packs.index[digest] = extent
+        del tier.packs.duplicates[digest]
         unproven.add(digest)
     for committed in _to_ask(tier, step) if unproven else ():
         if not unproven:
@@ -63,29 +68,24 @@ async def refer_to_intact(
         verified = await in_thread(_verified, tier, index, unproven, pool=state.pool)
         unproven -= verified
         tier.packs.verified |= verified
-    for digest in unproven | (tier.packs.duplicates.keys() & sizes.keys()):
-        async with tier.packs.proving:
-            if digest not in tier.packs.verified or digest in tier.packs.duplicates:
-                await _prove(state, tier, digest, sizes[digest], wanted)
-
-
-async def _prove(state: State, tier: Tier, digest: bytes, nbytes: int, wanted: Encoding) -> None:
-    """Read the copies of a chunk, and refer to the first intact one or to none."""
-    known = tier.packs.index.get(digest)
-    copies = [*([known] if known is not None else []), *tier.packs.duplicates.get(digest, ())]
-    # Of the copies of before and after a change of `codec`, those of after will do.
-    copies.sort(key=lambda extent: not wanted.fits(extent.length, nbytes))
-    tier.packs.forget(digest)
-    memory = np.empty(nbytes, dtype=np.uint8)  # not of scratch memory, all of which a save that asks may have
-    for extent in copies:
-        try:
-            await read_chunk(tier, extent, digest, memory, state.pool)
-        except (Corrupt, NotFound):
-            continue
-        tier.packs.index[digest] = extent
-        tier.packs.verified.add(digest)
-        break
-    tier.packs.duplicates.pop(digest, None)
+    doubted = unproven | (tier.packs.duplicates.keys() & sizes.keys())
+    # Not of scratch memory, all of which a save that asks may have.
+    memory = np.empty(max((sizes[digest] for digest in doubted), default=0), dtype=np.uint8)
+    for digest in doubted:
+        known = tier.packs.index.get(digest)
+        copies = [*([known] if known is not None else []), *tier.packs.duplicates.get(digest, ())]
+        # Of the copies of before and after a change of `codec`, those of after will do.
+        copies.sort(key=lambda extent: not wanted.fits(extent.length, sizes[digest]))
+        tier.packs.forget(digest)
+        for extent in copies:
+            try:
+                await read_chunk(tier, extent, digest, memory[: sizes[digest]], state.pool)
+            except (Corrupt, NotFound):
+                continue
+            tier.packs.index[digest] = extent
+            tier.packs.verified.add(digest)
+            break
+        tier.packs.duplicates.pop(digest, None)
 
 
 def _to_ask(tier: Tier, step: StepId | None) -> list[StepId]:

@@ -9,7 +9,7 @@ of a step that can never be complete are dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -110,7 +110,7 @@ class Opening:
                 await self._evictor.let_part_go(step, state.tiers[0])
         for record in opened.whole:
             state.tiers[0].steps.agree(record)
-        await self._let_leftovers_go(whole, {*whole, *(StepId(*kept) for kept in opened.kept)})
+        await self._let_leftovers_go({*whole, *(StepId(*kept) for kept in opened.kept)})
         state.branch.last_serial = opened.last_serial
         state.branch.adopt(opened.line, max(state.records(), default=None))
 
@@ -246,10 +246,11 @@ class Opening:
         kept = tuple((step.serial, step.step) for step in found if step in held)
         return encode(Opened(tuple(whole), kept, last, state.branch.line))
 
-    async def _let_leftovers_go(self, whole: Mapping[StepId, str], kept: set[StepId]) -> None:
+    async def _let_leftovers_go(self, kept: set[StepId]) -> None:
         """Release RAM of former ranks that holds no useful step; note which parts the rest holds."""
+        runs = {step: _run(record) for step, record in self._state.records().items()}
         for (step, run), by_rank in self._folders.items():
-            if step in kept and whole.get(step, run) == run:
+            if step in kept and runs.get(step, run) == run:
                 self._commits.folders[step] = by_rank
         await self._discard_unused(kept)
 

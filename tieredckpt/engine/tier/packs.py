@@ -41,7 +41,7 @@ class Packs:
     streamed_to: set[str] = field(default_factory=set)
     """Packs to which a save may refer that is streaming here: they stay, though beside other ranks it holds no lock."""
     proving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the copies of a chunk are read, to refer to an intact one: until then ``index`` lacks the chunk."""
+    """Held while copies of chunks are read, to refer to intact ones: until then ``index`` lacks these chunks."""
     guard: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while packs are written and committed, and while dead ones are collected."""
 

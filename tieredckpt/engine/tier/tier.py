@@ -61,6 +61,8 @@ class Health:
     """Not to be tried before, on the monotonic clock."""
     doubtful: bool = False
     """Whether a call failed of a tier that another process manages, since it was opened here."""
+    failed_here: int = 0
+    """How often a call failed of a tier that another process manages."""
     freed: int = 0
     """Bytes of older steps that have left a full device since it took a new step."""
     lacked: int = 0
@@ -83,6 +85,7 @@ class Health:
     def doubt(self, error: Exception) -> None:
         """Note a failure here of a tier that another process manages."""
         self.doubtful |= isinstance(error, TierUnavailable)
+        self.failed_here += 1
 
     def took_step(self) -> None:
         """Note that the device took a new step, after whatever evictions."""

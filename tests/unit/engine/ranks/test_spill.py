@@ -18,10 +18,11 @@ from support.scenes import SOON, config, files_under, folder, pack_bytes
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.ranks import reopen as reopen_module
-from tieredckpt.engine.ranks.reopen import failing_here
+from tieredckpt.engine.ranks.reopen import is_doubtful
 from tieredckpt.engine.saving import slower_tiers
 from tieredckpt.errors import RanksUnavailable, TierUnavailable
 from tieredckpt.events import StepCommitted, StepPromoted
+from tieredckpt.testing.faulty import Faulty
 
 SIZE = 3
 
@@ -205,11 +206,41 @@ async def test_a_tier_that_fails_on_one_rank_costs_one_save(
             await ranks.reached(checkpoints, "far")
         gone = False
         state = ranks[1]._life.engine.state
-        await ranks[1]._life.loop.call(state.changed.until(lambda: not failing_here(state)))
+        await ranks[1]._life.loop.call(state.changed.until(lambda: not is_doubtful(state.tier("disk"))))
         await ranks.reached(await ranks.save(4), "far")
         await ranks.reached(await ranks.save(5), "disk")
         for restored in await ranks.restored():
             assert_whole(restored, 5)
+
+
+async def test_a_tier_that_takes_nothing_of_one_rank_costs_ever_fewer_saves(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise 5: its marker can be read, so that it looks as if it was back at once."""
+    reopen = reopen_module.reopen
+
+    async def reopened(state: Any, tier: Any) -> bool:
+        there = await reopen(state, tier)
+        if state.membership.rank == 1 and tier.name == "disk":
+            takes_nothing(tier)
+        return there
+
+    def takes_nothing(tier: Any) -> None:
+        tier.blobs = Faulty(tier.store)
+        tier.blobs.fail("put", TierUnavailable("by script"), key="packs/*", times=None)
+
+    monkeypatch.setattr(reopen_module, "reopen", reopened)
+    tiers = {"disk": folder(tmp_path / "disk"), "far": folder(tmp_path / "far")}
+    async with cohort(SIZE, shared_memory, tmp_path, tiers=tiers) as ranks:
+        takes_nothing(ranks[1]._life.engine.state.tier("disk"))
+        lost = []
+        for step in range(1, 13):
+            outcomes = await asyncio.gather(
+                *(save.reached("far") for save in await ranks.save(step)), return_exceptions=True
+            )
+            if any(isinstance(outcome, Exception) for outcome in outcomes):
+                lost.append(step)
+        assert lost == [1, 4, 9]
 
 
 async def test_declared_replicas_are_streamed_once(place: Place) -> None:

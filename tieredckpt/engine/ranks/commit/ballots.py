@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.messages import Save
+from tieredckpt.engine.ranks.reopen import is_doubtful
+from tieredckpt.engine.state.state import State
 from tieredckpt.errors import Conflict, RanksUnavailable
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["check", "failing", "named"]
+__all__ = ["FailingHere", "check", "failing", "named"]
+
+_LONGEST = 10
+"""Power of two of the votes that name a tier at most for one failure."""
+
+
+class FailingHere:
+    """The shared tiers that this rank cannot use, for its votes.
+
+    A tier that failed here is named in the next votes, and in twice as many after each further time. That it could be
+    opened again tells little: where the marker is read, puts may fail.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._seen: Counter[str] = Counter()
+        self._times: Counter[str] = Counter()
+        self._left: Counter[str] = Counter()
+
+    def names(self) -> tuple[str, ...]:
+        """Those for one vote."""
+        found = []
+        for tier in self._state.tiers:
+            name, failed = tier.name, tier.health.failed_here
+            if failed > self._seen[name]:
+                self._seen[name] = failed
+                self._times[name] += 1
+                self._left[name] = 2 ** min(self._times[name], _LONGEST)
+            if tier.shared and (self._left[name] or is_doubtful(tier)):
+                self._left[name] = max(0, self._left[name] - 1)
+                found.append(name)
+        return tuple(found)
 
 
 def check(saves: Mapping[int, Save]) -> None:

@@ -28,7 +28,6 @@ from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.departed import Departed
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import Aborted, Committed, CompareReplicas, PartDropped, Save
-from tieredckpt.engine.ranks.reopen import failing_here
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.wire_types import Failure, brief, decode, encode
 from tieredckpt.errors import RanksUnavailable, TieredCkptError
@@ -69,6 +68,7 @@ class Votes:
         self.merged_steps = MergedSteps()
         """At rank 0: the steps that the parts make together."""
         self.comparison = Comparison(state, group)
+        self._failing_here = ballots.FailingHere(state)
         self._epoch = 0
         """Epoch: the number of the last common restore."""
         self._saves: Counter[int] = Counter()
@@ -151,7 +151,7 @@ class Votes:
 
     def _ballot(self, serial: int, **what: Any) -> Save:
         last, gone = self._state.branch.last_serial, self._departed.take()
-        return Save(serial, last, gone=gone, failing=failing_here(self._state), **what)
+        return Save(serial, last, gone=gone, failing=self._failing_here.names(), **what)
 
     async def _say(self, attempt: str, step: StepId, save: Save) -> None:
         if self._group.coordinates:
