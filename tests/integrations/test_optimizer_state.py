@@ -232,3 +232,19 @@ def test_a_restore_that_is_refused_leaves_an_optimizer_the_state_that_it_has(ope
     assert optimizer.state.keys() == before.keys()
     for key, state in optimizer.state.items():
         assert torch.equal(state["exp_avg"], before[key])
+
+
+def test_the_parts_of_a_rank_are_compared_before_anything_is_loaded(opened: SyncStore) -> None:
+    class Position:
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise AssertionError("it is loaded")
+
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    before = other.weight.detach().clone()
+    TrainingState(model=model, per_rank=["first"], first=Position()).save(opened, 1)
+    with pytest.raises(Invalid, match="missing from the step: 'ranks/0/second'"):
+        TrainingState(model=other, per_rank=["second"], second=Position()).restore(opened)
+    assert torch.equal(other.weight, before)

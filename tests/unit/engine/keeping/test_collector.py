@@ -172,6 +172,22 @@ async def test_no_step_refers_to_a_pack_that_somebody_has_deleted_once_it_was_co
         assert [found.intact for found in await store.verify(2, "disk", repair=True)] == [True]
 
 
+async def test_packs_of_a_place_that_is_not_mounted_are_not_taken_for_deleted(
+    place: Place, disk: dict[str, Any]
+) -> None:
+    """Else all that was known of them would be forgotten, and written again once it is back."""
+    async with opened(place, disk) as store:
+        await (await store.save(1, changed(1))).reached("disk")
+        known = {*tier_of(store, "disk").packs.sizes}
+        place.disk.rename(place.disk.with_name("away"))
+        (place.disk / "packs").mkdir(parents=True)
+        with suppress(TierUnavailable):
+            await store.collect()
+        assert {*tier_of(store, "disk").packs.sizes} == known
+        shutil.rmtree(place.disk)
+        place.disk.with_name("away").rename(place.disk)
+
+
 async def test_an_orphan_goes_after_the_grace_period_and_not_before(
     place: Place, disk: dict[str, Any], faults: FaultyTiers
 ) -> None:
