@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist
 
 from tieredckpt import CheckpointStore, Invalid, Shard
-from tieredckpt.integrations import torch as integration
 from tieredckpt.integrations.torch import TrainingState
 
 Trees = Callable[[Callable[[int], Any]], list[dict[str, Any]]]
@@ -30,7 +29,7 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trees]:
     def saved(model_of: Callable[[int], Any]) -> list[dict[str, Any]]:
         found = []
         for rank in range(2):
-            monkeypatch.setattr(integration, "_rank", lambda rank=rank: (rank, 2))
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
             torch.manual_seed(0)
             found.append(TrainingState(model=model_of(rank), rng=False).tree())
         return found
