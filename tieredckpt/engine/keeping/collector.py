@@ -270,8 +270,7 @@ class Collector:
 
     async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
         dead = set(keys)
-        for digest in tier.packs.index.in_packs(dead):
-            tier.packs.forget(digest)  # before the file goes, so that no promotion refers to it meanwhile
+        tier.packs.forget_chunks(dead)  # before the files go, so that no promotion refers to them meanwhile
         freed = 0
         turns = asyncio.Semaphore(_DELETES_AT_A_TIME if tier.store.traits.remote else 1)
 
@@ -280,9 +279,7 @@ class Collector:
             async with turns:
                 await tier.confirm_lease()
                 await tier.store.delete(key)
-            tier.packs.orphans.pop(key, None)
-            tier.packs.unlisted.discard(key)
-            freed += tier.packs.sizes.pop(key)
+            freed += tier.packs.drop(key)
 
         await together([delete(key) for key in dead])
         return freed
@@ -351,8 +348,7 @@ class Collector:
     async def forget_packs(self, tier: Tier, packs: set[str]) -> None:
         """Take the packs' chunks out of the dedupe index, so that the next write of them is a new one."""
         async with tier.packs.guard:
-            for digest in tier.packs.index.in_packs(packs):
-                tier.packs.forget(digest)
+            tier.packs.forget_chunks(packs)
             for step in await self.users_of(tier, packs):  # whatever other pack has the chunk too
                 with suppress(NotFound):  # evicted meanwhile
                     for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():

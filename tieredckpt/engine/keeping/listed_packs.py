@@ -41,10 +41,9 @@ async def compare_packs(tier: Tier) -> None:
         "again, and to verify earlier ones with `repair` repairs those",
         *(tier.name, len(lost), lost[0]),
     )
-    for digest in packs.index.in_packs(lost):
-        packs.forget(digest)
+    packs.forget_chunks(lost)
     for key in lost:
-        packs.sizes.pop(key, None)
+        packs.drop(key)
 
 
 async def _is_lost(tier: Tier, key: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -104,6 +104,17 @@ class Packs:
         """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guard``."""
         self.index.pop(digest, None)
         self.verified.discard(digest)
+
+    def forget_chunks(self, keys: Collection[str]) -> None:
+        """`forget` the chunks of packs that are lost, damaged, or about to be deleted."""
+        for digest in self.index.in_packs(keys):
+            self.forget(digest)
+
+    def drop(self, key: str) -> int:
+        """Forget a pack that is gone; returns its bytes."""
+        self.orphans.pop(key, None)
+        self.unlisted.discard(key)
+        return self.sizes.pop(key, 0)
 
 
 @dataclass(frozen=True, slots=True)
