@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tieredckpt import Invalid
 
@@ -42,14 +41,14 @@ def kept_on_error(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]
 
 
 @contextmanager
-def thawed(owner: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> Iterator[None]:
-    """Set ``requires_grad`` meanwhile of the parameters of ``owner`` that have a state in a step: torch makes none for
-    those that are frozen, and takes none for them.
+def thawed(
+    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], stored: Collection[str]
+) -> Iterator[None]:
+    """Set ``requires_grad`` meanwhile of the parameters that have a state in a step: torch makes none for those that
+    are frozen, and takes none for them. ``groups`` are those of the optimizer, with the names of its parameters.
 
     An optimizer that lacks the state of one of them loses that of all, and torch makes all.
     """
-    with without_steps(optimizer):
-        groups = get_optimizer_state_dict(owner, optimizer)["param_groups"]
     names = chain.from_iterable(group["params"] for group in groups)
     live = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     params = [param for name, param in zip(names, live, strict=True) if name in stored]

@@ -248,7 +248,9 @@ class TrainingState:
         part.zero_grad(set_to_none=True)
         owner, settings = self._owner(name), [dict(group) for group in part.param_groups]
         try:
-            with thawed(owner, part, stored):
+            with without_steps(part):
+                groups = get_optimizer_state_dict(owner, part)["param_groups"]
+            with thawed(part, groups, stored):
                 made = get_optimizer_state_dict(owner, part)["state"]
         except torch.OutOfMemoryError:
             raise
@@ -305,12 +307,12 @@ class TrainingState:
             if isinstance(part, torch.nn.Module):
                 load_module_state(name, part, stored)
             elif isinstance(part, torch.optim.Optimizer):
-                stored = with_groups_of(name, self._stored(name)["param_groups"], stored)
+                groups = self._stored(name)["param_groups"]
+                stored = with_groups_of(name, groups, stored)
                 # Which parameters have a state is what the step says, and was matched when it was restored.
                 options = StateDictOptions(strict=False)
-                owner = self._owner(name)
-                with thawed(owner, part, stored["state"]), without_steps(part):
-                    set_optimizer_state_dict(owner, part, optim_state_dict=stored, options=options)
+                with thawed(part, groups, stored["state"]), without_steps(part):
+                    set_optimizer_state_dict(self._owner(name), part, optim_state_dict=stored, options=options)
             elif _has_state(part):
                 part.load_state_dict(stored)
             else:
