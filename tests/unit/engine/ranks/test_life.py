@@ -260,22 +260,29 @@ async def test_what_one_process_saved_alone_is_restored_and_promoted_by_ranks(pl
         assert [await store.where(1) for store in ranks.stores] == [("ram", "disk")] * 3
 
 
-async def test_parts_that_different_runs_left_under_one_serial_are_no_step(place: Place) -> None:
-    """Runs on disjoint nodes continue one step and give their next saves one serial; a third has a node of each."""
+NEVER: dict[str, Any] = {"disk_settings": {"promote": "never"}, "crashing": True}
+
+
+async def two_runs(place: Place) -> None:
+    """Two runs on disjoint nodes, c and d, and e and f, continue a step and give their next saves one serial."""
 
     async def save(ranks: Cohort, step: int, seed: int) -> None:
         await ranks.all(lambda store, rank: store.save(step, {"w": part(seed, rank, 2)["w"], "step": step}))
         await asyncio.gather(*(heard.first(StepCommitted) for heard in ranks.heard))
 
-    never = {"disk_settings": {"promote": "never"}, "crashing": True}
-    async with place.open(2, nodes=["a", "b"], **never) as ranks:
+    async with place.open(2, nodes=["a", "b"], **NEVER) as ranks:
         await save(ranks, 1, 1)
         await ranks[0].promote(1, "disk")
     for nodes, seed in ((["c", "d"], 20), (["e", "f"], 30)):
-        async with place.open(2, nodes=nodes, **never) as ranks:
+        async with place.open(2, nodes=nodes, **NEVER) as ranks:
             await ranks.restored()
             await save(ranks, 2, seed)
-    async with place.open(2, nodes=["c", "f"], **never) as ranks:
+
+
+async def test_parts_that_different_runs_left_under_one_serial_are_no_step(place: Place) -> None:
+    """A third run has a node of each."""
+    await two_runs(place)
+    async with place.open(2, nodes=["c", "f"], **NEVER) as ranks:
         for restored in await ranks.restored():
             assert restored is not None
             assert restored.step == 1
@@ -283,25 +290,14 @@ async def test_parts_that_different_runs_left_under_one_serial_are_no_step(place
 
 
 async def test_of_runs_that_left_whole_steps_under_one_serial_the_newest_is_restored(place: Place) -> None:
-    async def save(ranks: Cohort, step: int, seed: int) -> None:
-        await ranks.all(lambda store, rank: store.save(step, {"w": part(seed, rank, 2)["w"], "step": step}))
-        await asyncio.gather(*(heard.first(StepCommitted) for heard in ranks.heard))
-
-    never = {"disk_settings": {"promote": "never"}, "crashing": True}
-    async with place.open(2, nodes=["a", "b"], **never) as ranks:
-        await save(ranks, 1, 1)
-        await ranks[0].promote(1, "disk")
-    for nodes, seed in ((["c", "d"], 20), (["e", "f"], 30)):
-        async with place.open(2, nodes=nodes, **never) as ranks:
-            await ranks.restored()
-            await save(ranks, 2, seed)
-    async with place.open(4, nodes=["c", "f", "d", "e"], **never) as ranks:
+    await two_runs(place)
+    async with place.open(4, nodes=["c", "f", "d", "e"], **NEVER) as ranks:
         for restored in await ranks.restored():
             assert restored is not None
             assert restored.step == 2
             np.testing.assert_array_equal(restored.tree["w"], whole(30))
         await ranks[0].promote(2, "disk")
-    async with place.open(1, nodes=["g"], **never) as ranks:
+    async with place.open(1, nodes=["g"], **NEVER) as ranks:
         for restored in await ranks.restored(2):
             assert restored is not None
             np.testing.assert_array_equal(restored.tree["w"], whole(30))

@@ -34,13 +34,13 @@ class FailingHere:
     def names(self) -> tuple[str, ...]:
         """Those for one vote."""
         found = []
-        for tier in self._state.tiers:
+        for tier in (tier for tier in self._state.tiers if tier.shared):
             name, failed = tier.name, tier.health.failed_here
             if failed > self._seen[name]:
                 self._seen[name] = failed
                 self._times[name] += 1
                 self._left[name] = 2 ** min(self._times[name], _LONGEST)
-            if tier.shared and (self._left[name] or is_doubtful(tier)):
+            if self._left[name] or is_doubtful(tier):
                 self._left[name] = max(0, self._left[name] - 1)
                 found.append(name)
         return tuple(found)

@@ -139,8 +139,8 @@ class Votes:
             part = await in_thread(encode_own, index, pool=self._state.pool)
         except Exception as error:  # as without memory
             failure = Failure.of(error)
-        what = {"part": part, "tier": tier, "failure": failure, "origin": restored, "replicas": replicas}
-        await self._say(attempt, step, self._ballot(step.serial, **what))
+        save = self._ballot(step.serial, part=part, tier=tier, failure=failure, origin=restored, replicas=replicas)
+        await self._say(attempt, step, save)
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
         """Vote no, behind the training: this rank has no part."""
@@ -331,7 +331,7 @@ class Votes:
 
     def is_undecided(self, attempt: str) -> bool:
         """Whether this rank has not begun an attempt, still copies for it, or, as rank 0, has not decided on it."""
-        return attempt in self._saving | self._open or self._is_to_come(attempt)
+        return attempt in self._saving or attempt in self._open or self._is_to_come(attempt)
 
     def _is_to_come(self, attempt: str) -> bool:
         epoch, step, nth = map(int, attempt.split("."))

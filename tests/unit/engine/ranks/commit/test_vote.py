@@ -35,7 +35,7 @@ def place(shared_memory: Path, tmp_path: Path) -> Place:
 
 @contextmanager
 def failing(store: CheckpointStore, error: Exception, *, early: bool = False) -> Iterator[None]:
-    """Let each save of one rank fail: while it copies, or ``early`` before."""
+    """Make each save of one rank fail while it copies; with ``early``, before it copies."""
     state = store._life.engine.state
     target, name = (ranked, "split") if early else (state.tiers[0].ram.index, "allocate")
     do = getattr(target, name)
