@@ -8,17 +8,18 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.agents import eventually
+from support.frameworks import need_modules, require
 from support.insight import arrays_in, bytes_of_listed_steps, flip_chunk, mapped_below, opened_below, slab_of, tier_of
 from support.scenes import CHUNK, Heard, assert_same, config, folder, new_shared_folder, ram
 
@@ -328,25 +329,24 @@ async def test_verified_names_the_arrays_whose_bits_flipped_and_repairs_them(two
         assert_same(restored.tree, state(1))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"as_": "torch"},
-        {"as_": "jax"},
-        {"like": {"w": torch.zeros(CHUNK // 4), "b": np.float32(0)}},
-        {"like": {"w": np.zeros(CHUNK // 4, np.float16), "b": 0.0}, "cast": True},
-    ],
-    ids=["torch", "jax", "like", "cast"],
-)
-async def test_what_is_no_view_of_ram_is_verified_before_it_is_handed_out(
-    two_tiers: StoreConfig, how: dict[str, Any]
-) -> None:
+HOWS: dict[str, Callable[[], dict[str, Any]]] = {
+    "torch": lambda: {"as_": "torch"},
+    "jax": lambda: {"as_": "jax"},
+    "like": lambda: {"like": {"w": require("torch").zeros(CHUNK // 4), "b": np.float32(0)}},
+    "cast": lambda: {"like": {"w": np.zeros(CHUNK // 4, np.float16), "b": 0.0}, "cast": True},
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+async def test_what_is_no_view_of_ram_is_verified_before_it_is_handed_out(two_tiers: StoreConfig, how: str) -> None:
+    if how in ("torch", "jax"):
+        need_modules(how)
     tree = {"w": np.ones(CHUNK // 4, np.float32), "b": np.float32(2)}
     async with CheckpointStore.open(two_tiers) as store:
         await store.save(1, tree)
         await store.flush()
         await flip_chunk(store, "ram", 1, "w")
-        restored = await store.restore(copy=False, **how)
+        restored = await store.restore(copy=False, **HOWS[how]())
         assert restored is not None
         await store.verify(1, "ram", repair=True)  # which repairs the memory in its place
         await store.flush()
