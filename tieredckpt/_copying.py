@@ -157,7 +157,8 @@ async def _copy_all(
     """Copy those steps, which are ``only`` some of the source."""
     damaged = set[StepId]()
     if not only:
-        damaged = {step for tier in source.state.tiers for step in tier.steps.damaged} - records.keys()
+        unread = (tier.steps.damaged for tier in source.state.tiers)
+        damaged = {step for each in unread for step in each.keys() - each.stale().keys()} - records.keys()
     copied: list[Copied] = []
     corrupt = [f"{step} cannot be read: its commit is damaged" for step in sorted(damaged)]
     for step, record in sorted(records.items()):

@@ -58,6 +58,9 @@ process = contextvars.ContextVar("process", default=0)
 class TwoWritersMachine(RuleBasedStateMachine):
     """Each host has RAM of its own; both have the same directory."""
 
+    own_disks = False
+    """Whether each has a disk of its own besides."""
+
     def __init__(self) -> None:
         super().__init__()
         self.place = new_shared_folder()
@@ -112,6 +115,7 @@ class TwoWritersMachine(RuleBasedStateMachine):
         self.processes += 1
         tiers = {
             "ram": ram(self.place, path=self.place / name / "ram", capacity=8 * CHUNK, on_close="keep"),
+            **({"own": folder(self.place / name / "disk", retain="all")} if self.own_disks else {}),
             "disk": folder(self.place / "disk", retain={"kind": "last_n", "n": 2}),
         }
         opening = CheckpointStore.open(config(tiers, name="shared", when_full="replace"))
@@ -120,7 +124,7 @@ class TwoWritersMachine(RuleBasedStateMachine):
 
     def hear(self, mine: dict[Id, Tree], event: Event) -> None:
         match event:
-            case StepPromoted(serial=serial, step=step):
+            case StepPromoted(serial=serial, step=step, tier="disk"):
                 self.held[serial, step] = mine[serial, step]
             case StepEvicted(serial=serial, step=step, tier="disk"):
                 self.held.pop((serial, step), None)
@@ -214,9 +218,11 @@ class TwoWritersMachine(RuleBasedStateMachine):
         serial = self.store._life.engine.state.branch.last_serial + 1
         assert self.opened is not None
         self.saved[self.opened[0]][serial, tree["step"]] = tree
-        self.run(self.store.save(tree["step"], tree))
+        saved = self.run(self.store.save(tree["step"], tree))
         if waits:
             self.run(self.store.flush())
+        elif self.own_disks:
+            self.run(saved.reached("own"))
 
     @precondition(lambda self: self.opened is not None)
     @rule(value=st.integers(0, 9), saves=st.integers(1, 3))
@@ -274,6 +280,20 @@ class TwoWritersMachine(RuleBasedStateMachine):
             shutil.rmtree(self.place)
 
 
+class TwoWritersWithDisks(TwoWritersMachine):
+    own_disks = True
+
+    @precondition(lambda self: self.opened is not None)
+    @rule(value=st.integers(0, 9), saves=st.integers(1, 3))
+    def the_other_goes_on_until_this_one_is_back(self, value: int, saves: int) -> None:
+        assert self.opened is not None
+        back = self.opened[0]
+        self.save_where_nobody_else_sees_it_and_die(value, saves)
+        self.the_other_goes_on(value + 1)
+        self.open(back)
+        self.look()
+
+
 def this_process(taken_at: float) -> Holder:
     return Holder(
         host=host.get(),
@@ -300,6 +320,10 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_of_two_hosts_one_writes_and_nothing_that_was_acknowledged_is_lost() -> None:
     run_state_machine_as_test(TwoWritersMachine, settings=settings(max_examples=20, stateful_step_count=25))
+
+
+def test_what_is_on_a_disk_of_one_host_is_not_taken_for_what_the_other_saved_since() -> None:
+    run_state_machine_as_test(TwoWritersWithDisks, settings=settings(max_examples=20, stateful_step_count=25))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.opening.connect import connect, reopen
 from tieredckpt.engine.opening.identify import identify
 from tieredckpt.engine.opening.scan import scan_tier_again
-from tieredckpt.engine.opening.stale_ram import remove_stale_ram
+from tieredckpt.engine.opening.stale import set_stale_apart
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram, seen_in_ram
 from tieredckpt.engine.restoring.moved import Moved
 from tieredckpt.engine.state.adoption import adopt_newest
@@ -121,7 +121,7 @@ class Refresh:
         if state.identity.marker is None or all(tier.marker is None for tier in state.tiers):
             await self._identify()  # only the stored files tell which store it is
         before = set(first.steps.held)
-        await remove_stale_ram(state)
+        await set_stale_apart(state)
         self._left_behind |= before - set(first.steps.held)
         seen = await in_thread(seen_in_ram, state)
         if seen != self._seen:

@@ -266,7 +266,7 @@ class Collector:
                     raise
             except Corrupt as error:
                 _quarantine(tier, step, error)
-        return found
+        return found | tier.steps.damaged.stale()
 
     async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
         dead = set(keys)
@@ -343,7 +343,8 @@ class Collector:
 
     async def users_of(self, tier: Tier, packs: set[str]) -> list[StepId]:
         """The steps on a tier that refer to any of the packs."""
-        return sorted(step for step, used in (await self._packs_by_step(tier)).items() if packs & used)
+        used = await self._packs_by_step(tier)
+        return sorted(step for step in used if packs & used[step] and step in tier.steps.held)
 
     async def forget_packs(self, tier: Tier, packs: set[str]) -> None:
         """Take the packs' chunks out of the dedupe index, so that the next write of them is a new one."""

@@ -14,7 +14,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.ram import Ram
-from tieredckpt.engine.tier.steps import IndeterminateDelete
+from tieredckpt.engine.tier.steps import IndeterminateDelete, Stale
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepEvicted
@@ -83,8 +83,9 @@ class Evictor:
                 tier.lease.taken_over = not await is_unchanged(tier)
 
     async def try_evict(self, step: StepId, tier: Tier) -> bool:
-        """`evict` a step that is held, where nothing forbids it; whether it was done."""
-        if step not in tier.steps.held or step in tier.steps.leaving or not self._state.manages(tier):
+        """`evict` a step that is held, or is stale, where nothing forbids it; whether it was done."""
+        there = step in tier.steps.held or isinstance(tier.steps.damaged.get(step), Stale)
+        if not there or step in tier.steps.leaving or not self._state.manages(tier):
             return False
         if why_not(self._state, step, tier):
             return False

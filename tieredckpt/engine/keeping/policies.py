@@ -119,15 +119,16 @@ def _waits_for_derivation(derivation: State, step: StepId, tier: Tier, *, only_h
 
 
 def leaving(state: State, tier: Tier) -> list[StepId]:
-    """The steps that retention lets go, off-branch ones first, then as the eviction policy orders them."""
+    """The steps that retention lets go: stale ones, off-branch ones, then as the eviction policy orders them."""
     if tier.config.retain.retains_all:
         return []
+    stale = sorted(tier.steps.damaged.stale())
     view = state.view()
     tier_view = state.tier_view(tier)
     try:
         staying = _retained(tier, tier_view, view)
         if not view.serials_on(tier.name) - staying:
-            return []
+            return stale
         found = {step.serial: step for step in view.on(tier.name) if step.serial not in staying}
         with Callback(f"tier {tier.name!r}: eviction policy", tier.config.evict):
             proposed = tier.config.evict.order(tuple(found.values()), tier_view, view)
@@ -140,12 +141,17 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
         _log.exception("a policy of tier %r failed; nothing is evicted from it", tier.name)
         return []
     order.sort(key=lambda serial: found[serial].on_line)
-    return [StepId(serial, found[serial].step) for serial in order]
+    return stale + [StepId(serial, found[serial].step) for serial in order]
+
+
+def _leaving_first(state: State, tier: Tier) -> list[StepId]:
+    """As `leaving`; from a full tier stale steps leave also where all are retained."""
+    return leaving(state, tier) or sorted(tier.steps.damaged.stale())
 
 
 def leaving_when_full(state: State, tier: Tier) -> list[StepId]:
     """As `leaving`; from RAM, which is a cache, then also retained steps that another tier holds, oldest first."""
-    going = leaving(state, tier)
+    going = _leaving_first(state, tier)
     others = [other.steps.held for other in state.tiers if tier.in_memory and other is not tier and other.answers]
     elsewhere = (step for step in sorted(tier.steps.held) if any(step in held for held in others))
     return going + [step for step in elsewhere if step not in going]
@@ -156,7 +162,7 @@ def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
 
     ``step`` is None for one that is newer than all there is. An off-branch step drives out none that is retained.
     """
-    going = leaving(state, tier)
+    going = _leaving_first(state, tier)
     if step is not None and not state.on_line(step.serial):
         return going
     older = [held for held in sorted(tier.steps.held) if (step is None or held < step) and held not in going]

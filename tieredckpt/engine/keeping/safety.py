@@ -11,7 +11,7 @@
 - `commit_file`: a failed first commit, and the nodes of a commit that a newer one of the same step replaces.
 - `Replication`: replicas in RAM, which never count as durable; the last fully replicated step stays.
 - `opening.scan`: steps in RAM that cannot be read, or whose extents overlap others.
-- `opening.stale_ram`: RAM that another run has overtaken, after the shared tiers were compared with it.
+- `opening.stale`: RAM that another run has overtaken, after the shared tiers were compared with it.
 - `ranks.commit`: parts of a step on a shared tier, after its merged manifest was written.
 - The lease, catalogs and mailboxes hold no copy of a step.
 """

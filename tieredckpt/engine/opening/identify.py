@@ -18,7 +18,7 @@ from tieredckpt.engine.opening.connect import connect, move_to_earlier_place
 from tieredckpt.engine.opening.identity import consistent_markers, known_elsewhere, marker_of
 from tieredckpt.engine.opening.ram import find, refuse_other_file_system
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name, notes
-from tieredckpt.engine.opening.stale_ram import remove_stale_ram
+from tieredckpt.engine.opening.stale import set_stale_apart
 from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -64,7 +64,7 @@ async def identify(
     await slower.connect()
     if state.tiers[0].in_memory:
         await slower.join(state.tiers[0])  # last, for its note is to tell which of the others have the store
-    await remove_stale_ram(state)
+    await set_stale_apart(state)
     if not state.read_only:
         refuse_what_cannot_fit(state)
         _warn_of_other_ram(state, choice)

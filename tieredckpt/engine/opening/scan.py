@@ -20,7 +20,7 @@ from tieredckpt.engine.opening.unreadable import Reads
 from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.ram import Ram
-from tieredckpt.engine.tier.steps import Held, IndeterminateDelete, Unreadable
+from tieredckpt.engine.tier.steps import Held, IndeterminateDelete, Stale, Unreadable
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
@@ -213,6 +213,8 @@ def _is_known(tier: Tier, step: StepId, files: Mapping[str, BlobInfo]) -> bool:
     held = tier.steps.held.get(step)
     if held is None:
         problem = tier.steps.damaged.get(step)  # a file that hangs would hold up each call
+        if isinstance(problem, Stale):
+            return stamp_of(problem.btree_key.rpartition("/")[2], files) == problem.stamp
         return isinstance(problem, Unreadable) and time.monotonic() - problem.since < limits.in_force.last_retry
     return stamp_of(held.btree_key.rpartition("/")[2], files) == tier.steps.catalogued.stamps.get(step)
 
@@ -278,8 +280,8 @@ async def look_again(tier: Tier, step: StepId) -> bool:
     Returns whether it turned out to be gone. Raises `TierUnavailable`.
     """
     before = tier.steps.damaged[step]
-    if isinstance(before, IndeterminateDelete):
-        return False  # the collector looks only whether it is there
+    if isinstance(before, (IndeterminateDelete, Stale)):
+        return False  # it can be read, and is not to be
     found = await _read_step(tier, step)
     if tier.steps.damaged.get(step) is not before:
         return False  # meanwhile it was evicted, or committed anew

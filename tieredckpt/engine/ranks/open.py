@@ -23,7 +23,7 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.opening.ram import find
-from tieredckpt.engine.opening.stale_ram import stale_steps
+from tieredckpt.engine.opening.stale import stale_in_ram
 from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.commit.vote import Votes
@@ -228,7 +228,7 @@ class Opening:
                     continue
                 if step not in records or record.saved_at > records[step].saved_at:
                     records[step] = record
-        forked = stale_steps(state, records.values())
+        forked = stale_in_ram(state, records.values())
         whole = []
         for step, record in records.items():
             if step in forked:

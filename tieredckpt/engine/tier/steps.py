@@ -12,10 +12,19 @@ from weakref import WeakValueDictionary
 
 from tieredckpt.engine.tier.catalog_cache import Catalogued
 from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
-from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 
-__all__ = ["DamagedSteps", "Held", "HeldSteps", "IndeterminateCommit", "IndeterminateDelete", "Steps", "Unreadable"]
+__all__ = [
+    "DamagedSteps",
+    "Held",
+    "HeldSteps",
+    "IndeterminateCommit",
+    "IndeterminateDelete",
+    "Stale",
+    "Steps",
+    "Unreadable",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,19 @@ class IndeterminateDelete(TierUnavailable):
         self.held = held
 
 
+class Stale(Conflict):
+    """The training went on elsewhere from an older step, and a slower tier holds another save of the same serial.
+
+    Stands among the damaged steps of a tier, for it is no copy of that step; it keeps its packs until it is evicted.
+    """
+
+    def __init__(self, message: str, btree_key: str, stamp: Hashable) -> None:
+        super().__init__(message)
+        self.btree_key = btree_key
+        self.stamp = stamp
+        """Of its commit, as `Catalogued.stamps` had it; None where the store tells none."""
+
+
 class Unreadable(Corrupt):
     """A file of a step's commit cannot be read (EIO, no permission), though its tier works: the step may be whole."""
 
@@ -119,7 +141,7 @@ class Unreadable(Corrupt):
 class DamagedSteps(dict[StepId, TieredCkptError]):
     """The steps whose commit is there and cannot be read, and the packs that each may use all the same.
 
-    A step that is put here by anything but `quarantine` keeps no packs.
+    A step that is put here by anything but `quarantine` keeps no packs; one that is `Stale` keeps them for good.
     """
 
     def __init__(self) -> None:
@@ -138,8 +160,13 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
             self._any[step] = time.monotonic(), frozenset(packs)
 
     def own_packs(self) -> dict[str, float]:
-        """The packs that they are known to use, and since when they are here (epoch seconds)."""
-        return {key: since for step, (since, packs) in self._own.items() if step in self for key in packs}
+        """The packs that they are known to use, and since when they are here (epoch seconds); see `stale` for those."""
+        own = {step: self._own[step] for step in self._own.keys() & self.keys() - self.stale().keys()}
+        return {key: since for since, packs in own.values() for key in packs}
+
+    def stale(self) -> dict[StepId, frozenset[str]]:
+        """The steps that are `Stale`, and the packs of each."""
+        return {step: self._own[step][1] for step, error in self.items() if isinstance(error, Stale)}
 
     def any_packs(self, seconds: float) -> set[str]:
         """The packs that there were when steps came here, less than so long ago, of which nothing is known.

@@ -98,6 +98,88 @@ async def test_what_followed_since_both_have_the_same_again_is_kept(place: Path,
         assert_same(restored.tree, state(5))
 
 
+def with_disk(node: str, place: Path, *, retain: Any = "all") -> StoreConfig:
+    """The same with a disk of the node besides."""
+    tiers = {
+        "ram": ram(place, path=place / node / "ram", on_close="keep"),
+        "own": folder(place / node / "disk", retain=retain),
+        "disk": folder(place / "disk", retain="all"),
+    }
+    return config(tiers, name="run")
+
+
+async def left_on_a_disk(place: Path, faults: FaultyTiers) -> None:
+    """Step 1 is everywhere; steps 2 and 3 are on node a alone, on its disk too; nothing else was saved."""
+    async with CheckpointStore.open(with_disk("a", place)) as store:
+        await store.save(1, state(1))
+    store = await CheckpointStore.open(with_disk("a", place))
+    held = faults["disk"].hold("put", key="packs/*", times=None)
+    for step in (2, 3):
+        await (await store.save(step, state(10 * step))).reached("own")
+    await crash(store)
+    held.release()
+
+
+async def go_on_at_b(place: Path, *steps: int) -> None:
+    async with CheckpointStore.open(with_disk("b", place)) as store:
+        await store.restore()
+        for step in steps:
+            await (await store.save(step, state(step))).reached("disk")
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_a_step_on_a_nodes_own_disk_is_not_taken_for_the_one_that_was_saved_elsewhere_since(
+    place: Path, faults: FaultyTiers, read_only: bool
+) -> None:
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 2, 3)
+    async with CheckpointStore.open(with_disk("a", place), read_only=read_only) as store:
+        for _ in range(2):  # a reader lists at every call
+            for step in (2, 3, None):
+                restored = await store.restore(step, resume=False)
+                assert restored is not None
+                assert_same(restored.tree, state(step or 3))
+
+
+async def test_what_the_same_run_saved_after_it_is_set_apart_and_leaves_when_room_is_made(
+    place: Path, faults: FaultyTiers
+) -> None:
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 2)
+    last_two = {"kind": "last_n", "n": 2}
+    async with CheckpointStore.open(with_disk("a", place, retain=last_two)) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, state(2))
+        for step in (3, 4):
+            await store.save(step, state(step))
+        await store.flush()
+        assert [(info.step, info.tiers) for info in await store.steps() if "own" in info.tiers] == [
+            (3, ("ram", "own", "disk")),
+            (4, ("ram", "own", "disk")),
+        ]
+    assert len([*(place / "a/disk/packs").glob("*/*")]) == 2
+    assert len([*(place / "a/disk/steps").glob("*/manifest.ocdbt")]) == 2
+
+
+async def test_what_was_saved_since_the_node_came_back_is_the_newest(place: Path, faults: FaultyTiers) -> None:
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 2, 3)
+    store = await CheckpointStore.open(with_disk("a", place))
+    await store.restore()
+    held = faults["disk"].hold("put", key="packs/*", times=None)
+    await (await store.save(4, state(4))).reached("own")
+    await crash(store)
+    held.release()
+    async with CheckpointStore.open(with_disk("a", place)) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, state(4))
+        await store.flush()
+        for info in await store.steps():
+            assert all(not each.problem for each in await store.verify(info.step))
+
+
 async def test_of_several_ranks_too_what_was_left_behind_is_dropped(shared_memory: Path, faults: FaultyTiers) -> None:
     disk = shared_memory / "disk"
     async with cohort(2, shared_memory, disk, nodes=["a", "b"]) as ranks:
