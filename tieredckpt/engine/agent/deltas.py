@@ -131,6 +131,7 @@ class TierDelta:
             held=held,
             gone=gone,
             damaged=tuple((step, str(error)) for step, error in tier.steps.damaged.items()),
+            impaired=tuple(tier.steps.impaired),
             stuck=tuple((step, Failure.of(error)) for step, error in tier.steps.stuck.items()),
             tombstones=tuple(tier.steps.tombstones),
             used=tier.used,
@@ -166,6 +167,7 @@ def adopt_tier(state: State, delta: OnTier) -> Tier:
     _adopt_steps(tier, delta)
     tier.steps.damaged.clear()
     tier.steps.damaged.update({step: Corrupt(text) for step, text in delta.damaged})
+    tier.steps.impaired = set(delta.impaired)
     tier.steps.stuck.clear()
     tier.steps.stuck.update({step: failure.error() for step, failure in delta.stuck})
     tier.steps.tombstones = set(delta.tombstones)

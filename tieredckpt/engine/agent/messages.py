@@ -286,6 +286,7 @@ class OnTier(_Frame, frozen=True):
     held: tuple[HeldStep, ...]
     gone: tuple[StepId, ...]
     damaged: tuple[tuple[StepId, str], ...]
+    impaired: tuple[StepId, ...]
     stuck: tuple[tuple[StepId, Failure], ...]
     tombstones: tuple[StepId, ...]
     used: int

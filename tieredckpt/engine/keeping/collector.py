@@ -14,7 +14,7 @@ from tieredckpt.blobs.base import BlobInfo, Sweep
 from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
-from tieredckpt.engine.keeping.listed_packs import compare_packs
+from tieredckpt.engine.keeping.listed_packs import compare_packs, note_impaired
 from tieredckpt.engine.keeping.policies import leaving, leaving_when_full, waits_for_promotion
 from tieredckpt.engine.opening.scan import step_folders
 from tieredckpt.engine.state.state import State
@@ -250,7 +250,9 @@ class Collector:
 
     async def _live_packs(self, tier: Tier) -> set[str]:
         live: set[str] = set()
-        for packs in (await self._packs_by_step(tier)).values():
+        used = await self._packs_by_step(tier)
+        await note_impaired(tier, used)
+        for packs in used.values():
             live |= packs
         for key in live:
             tier.packs.orphans.pop(key, None)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId
 
-__all__ = ["compare_packs"]
+__all__ = ["compare_packs", "note_impaired"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -38,12 +40,22 @@ async def compare_packs(tier: Tier) -> None:
         return
     _log.error(
         "tier %r: %d packs are gone that this store has not deleted, such as %s; later steps write what was in them "
-        "again, and to verify earlier ones with `repair` repairs those",
+        "again, and so do earlier ones that another tier holds",
         *(tier.name, len(lost), lost[0]),
     )
     packs.forget_chunks(lost)
     for key in lost:
         packs.drop(key)
+
+
+async def note_impaired(tier: Tier, used: Mapping[StepId, frozenset[str]]) -> None:
+    """Count held steps as no good copies where packs that they use are gone. Raises as the tier's store does."""
+    for step, packs in used.items():
+        for key in () if step in tier.steps.impaired else packs - tier.packs.sizes.keys():
+            if await _is_lost(tier, key) and step in tier.steps.held:
+                _log.error("tier %r: %s is no good copy there any more, for pack %s is gone", tier.name, step, key)
+                tier.steps.impaired.add(step)
+                break
 
 
 async def _is_lost(tier: Tier, key: str) -> bool:

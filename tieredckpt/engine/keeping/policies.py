@@ -41,10 +41,11 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     whether the step will be due when the promotions under way have ended.
     """
     gone = step in tier.steps.tombstones or step in tier.steps.deletions
-    if step in tier.steps.held or gone or not state.on_line(step.serial):
+    mended = step in tier.steps.to_mend()
+    if (step in tier.steps.held and not mended) or gone or not state.on_line(step.serial):
         return False
-    repaired = step in tier.steps.damaged  # from wherever it is
-    if not repaired and not any(step in nearer.steps.held for nearer in state.tiers[: tier.index]):
+    others = state.tiers if mended else state.tiers[: tier.index]  # from wherever it is
+    if not any(step in each.steps.held and step not in each.steps.impaired for each in others):
         return False
     view = view or state.view(at_rest=True)
     if (mine := view.find(step)) is None:
@@ -70,7 +71,7 @@ def any_due(state: State) -> tuple[StepId, Tier] | None:
     """A step that is due on a tier, and the tier; none where every step is where it is to be."""
     view = state.view(at_rest=True)
     for tier in state.tiers:
-        for step in sorted({*state.waiting(tier), *tier.steps.damaged}):
+        for step in sorted({*state.waiting(tier), *tier.steps.to_mend()}):
             if step not in tier.steps.stuck and is_due(state, step, tier, view):
                 return step, tier
     return None

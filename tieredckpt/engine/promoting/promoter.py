@@ -76,7 +76,7 @@ class Promoter:
         if self.tier.index == 0:
             return None
         view = state.view(at_rest=at_rest)
-        waiting = {*state.waiting(self.tier), *self.tier.steps.damaged} - self.stuck.keys()
+        waiting = {*state.waiting(self.tier), *self.tier.steps.to_mend()} - self.stuck.keys()
         return next((step for step in sorted(waiting, reverse=True) if is_due(state, step, self.tier, view)), None)
 
     async def rest(self) -> None:

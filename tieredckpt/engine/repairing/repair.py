@@ -72,6 +72,10 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
             if not tier.steps.keeps(step):
                 continue  # evicted meanwhile, and nothing is left to repair
             left = [Unrepaired(tuple(sorted({found.key for found in chunks.values()})), error)]
+        if left and step in tier.steps.held:
+            tier.steps.impaired.add(step)
+        elif not left:
+            tier.steps.impaired.discard(step)
         for each in left:
             _log.error("%s could not be repaired on tier %r: %s", step, name, each.error)
         unrepaired += left

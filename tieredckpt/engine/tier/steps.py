@@ -206,6 +206,8 @@ class Steps:
     parts: dict[StepId, Held] = field(default_factory=dict)
     """In a rank's RAM: its parts of steps that are not known to be complete."""
     damaged: DamagedSteps = field(default_factory=DamagedSteps)
+    impaired: set[StepId] = field(default_factory=set)
+    """Held steps that lack chunks here, as far as is known: no good copies, until they are committed anew."""
     leaving: set[StepId] = field(default_factory=set)
     """Steps that are being retracted; they do not count as copies any more."""
     tombstones: set[StepId] = field(default_factory=set)
@@ -235,7 +237,7 @@ class Steps:
     def clear(self) -> None:
         """Forget the content of the tier, before it is listed again."""
         read = (self.indexes, self.indexes.nbytes, self.indexes.packs, self.catalogued)
-        for known in (self.held, self.parts, self.damaged, *read):
+        for known in (self.held, self.parts, self.damaged, self.impaired, *read):
             known.clear()
         for step in tuple(self.indeterminate):
             self.resolve(step)
@@ -248,6 +250,10 @@ class Steps:
     def keeps(self, step: StepId) -> bool:
         """Whether the tier has the step, readable or not, and is not retracting it."""
         return (step in self.held or step in self.damaged) and step not in self.leaving
+
+    def to_mend(self) -> set[StepId]:
+        """The steps of which a copy is here that is no good one, and that are to come here again from another tier."""
+        return self.damaged.keys() | self.impaired
 
     def may_have(self, step: StepId) -> bool:
         """Whether this process knows why a commit of the step may be on the tier: held, damaged, left or given up."""
@@ -276,6 +282,7 @@ class Steps:
         step = record.id
         (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
+        self.impaired.discard(step)
         self.stuck.pop(step, None)
         self.resolve(step)
         self.tombstones.discard(step)
@@ -311,6 +318,7 @@ class Steps:
         if self.held.pop(step, None) is not None:
             own = self.indexes.forget(step)
             self.damaged.quarantine(step, error, packs if own is None else own, exactly=own is not None)
+            self.impaired.discard(step)
             self.catalogued.forget(step)
 
     def drop(self, step: StepId) -> str | None:
@@ -319,6 +327,7 @@ class Steps:
         self.resolve(step)
         self.catalogued.forget(step)
         self.damaged.pop(step, None)
+        self.impaired.discard(step)
         self.indexes.forget(step)
         self.indexes.nbytes.pop(step, None)
         return held.btree_key if held is not None else None

@@ -22,7 +22,7 @@ from tieredckpt.engine.opening.connect import make_tiers
 from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.steps import Held
-from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NoSpace, TierUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId
 from tieredckpt.policy import base
@@ -320,3 +320,62 @@ def test_a_trainer_and_its_agent_never_rely_on_what_the_other_lets_go(data: st.D
     for tier in state.tiers:
         tier.steps.held = left[tier.name]
     assert {survives: _best(state, survives) for survives in Survives} == before
+
+
+def delete_packs(place: Path) -> None:
+    """What a purge of old files does."""
+    for pack in [*(place / "packs").glob("*/*.pack")]:
+        pack.unlink()
+
+
+async def test_a_copy_whose_packs_are_known_to_be_gone_is_no_good_copy(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+        delete_packs(tmp_path / "disk")
+        faults["disk"].fail("put", NoSpace("the device is full"), key="packs/*", times=None)
+        await store.collect()
+        with pytest.raises(Conflict, match=r"last good copy|is being read"):
+            await store.evict(1, "ram")
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+
+
+async def test_a_copy_whose_packs_are_gone_is_made_good_from_another_tier(shared_memory: Path, tmp_path: Path) -> None:
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})) as store:
+        await store.save(1, tree(1))
+        await store.save(2, tree(2))
+        await store.flush()
+        delete_packs(tmp_path / "disk")
+        await store.collect()
+        await store.flush()
+        for step in (1, 2):
+            assert all(not each.problem for each in await store.verify(step))
+        await store.evict(1, "ram")
+
+
+async def test_the_step_before_one_that_lacks_packs_on_all_tiers_is_not_deleted(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    where = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
+    async with CheckpointStore.open(where) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+        before = {*(tmp_path / "disk/packs").glob("*/*.pack")}
+        await store.save(2, tree(2))
+        await store.flush()
+        for step in (1, 2):
+            await store.evict(step, "ram")
+        for pack in {*(tmp_path / "disk/packs").glob("*/*.pack")} - before:
+            pack.unlink()
+        with pytest.raises(Corrupt):
+            await store.restore(2)
+        await store.verify(2, repair=True)
+        with pytest.raises(Conflict, match="last good copy"):
+            await store.evict(1, "disk")
+        await store.save(3, tree(3))
+        await store.flush()
+        await store.evict(1, "disk")
