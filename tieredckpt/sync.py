@@ -173,8 +173,8 @@ class SyncStore:
         them whole or none; if one fails, all raise.
 
         Args:
-            step: which; None for the newest, with the saves that returned before, but for those on which several ranks
-                have not voted. A number of several branches means that of the one that is trained.
+            step: which; None for the newest, with the saves that returned before; several ranks do not wait for saves
+                by reference or lazy ones. A number of several branches means that of the one that is trained.
             keys: only the leaves under these keys or glob patterns (``params/**``). Leaves of ``like`` or ``into`` that
                 they do not choose come back as they are.
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -50,10 +51,11 @@ Index = tuple[bytes, bytes, str]
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """The step that a rank wants to restore, and those that have left its RAM."""
+    """The step that a rank wants to restore, those that have left its RAM, and its saves without a known decision."""
 
     wanted: Wanted
     gone: StepNumbers
+    undecided: tuple[StepId, ...]
 
 
 class CollectiveRestores:
@@ -100,7 +102,8 @@ class CollectiveRestores:
         topic = f"restore/{self._epoch}"
         gone = self._departed.take()
         try:
-            verdict = await vote(self._group, topic, _said(_Asked(wanted, gone)), self._choose)
+            asked = _Asked(wanted, gone, tuple(self._state.membership.undecided))
+            verdict = await vote(self._group, topic, _said(asked), self._choose)
         except BaseException:
             self._departed.take_back(gone)
             raise
@@ -193,6 +196,7 @@ class CollectiveRestores:
                     f"rank {rank} restores {_shown(each.wanted)}, rank {COORDINATOR} {_shown(ours)}; "
                     f"all ranks restore one step, whole or not, with one `resume`"
                 )
+        await self._decided(set.intersection(*({*each.undecided} for each in asked.values())))
         found = await self._look_up(ours.step)
         if found is None:
             return encode(Chosen(None))
@@ -200,6 +204,12 @@ class CollectiveRestores:
         tier, self._index = await self._whole_index(step)
         manifest, btree, btree_key = self._index
         return encode(Chosen(step.step, step.serial, tier.name, btree_key, (len(manifest), len(btree))))
+
+    async def _decided(self, saves: set[StepId]) -> None:
+        """At rank 0: return when it has decided on saves that all ranks have made, before the others wait in vain."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._group.deadline / 2):
+                await self._state.changed.until(lambda: saves.isdisjoint(self._state.membership.undecided))
 
     async def _whole_index(self, step: StepId) -> tuple[Tier, Index]:
         """The index of a whole step from the nearest tier that has a readable one. Raises the last one's error."""

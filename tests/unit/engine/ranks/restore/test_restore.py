@@ -45,6 +45,16 @@ async def restore_into(ranks: Cohort, seed: int) -> list[dict[str, int]]:
     return [dict(each.sources) for each in restored if each is not None]
 
 
+@pytest.mark.parametrize("capacity", ["16 MiB", "64 KiB"])
+async def test_a_restore_right_after_a_save_gives_what_was_saved(place: Place, capacity: str) -> None:
+    """Also where the step does not fit into RAM."""
+    async with place.open(2, ram_settings={"capacity": capacity}) as ranks:
+        for step in (1, 2):
+            await ranks.save(step)
+            for restored in await ranks.restored():
+                assert_whole(restored, step)
+
+
 async def test_pieces_of_a_rank_that_share_memory_are_refused_on_all_ranks(place: Place) -> None:
     async with place.open(2) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
