@@ -46,7 +46,7 @@ State = Annotated[
     ),
 ]
 StepTime = Annotated[str | None, typer.Option(help="Time of one training step; 30 s.", show_default=False)]
-Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the job.")]
+Nodes = Annotated[int, typer.Option(min=1, max=10**9, help="Nodes of the job.")]
 Bandwidth = Annotated[
     list[str] | None,
     typer.Option(

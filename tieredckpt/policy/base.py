@@ -274,11 +274,13 @@ def _check(policy: object) -> type[Policy]:
 
 def _answers_at_once(policy: type[Policy]) -> None:
     answer = getattr(policy, policy.answer)
-    # A coroutine is true, and so would be a yes each time.
+    # A coroutine or a generator is true, and so would be a yes each time.
     if inspect.iscoroutinefunction(answer) or inspect.isasyncgenfunction(answer):
         raise Invalid(
             f"{path_of(policy)}: define {policy.answer}() with `def`, not `async def`: a coroutine is no answer"
         )
+    if inspect.isgeneratorfunction(answer):
+        raise Invalid(f"{path_of(policy)}: {policy.answer}() is to `return` its answer: with `yield` there is none")
 
 
 def _kinds(base: type[Policy]) -> list[str]:

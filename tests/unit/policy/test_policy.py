@@ -264,6 +264,13 @@ def test_an_incomplete_policy_is_not_registered() -> None:
         register(Silent)
 
 
+class Yields(Promotion):
+    kind: Literal["yields"] = "yields"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> Any:
+        yield step.step > 1
+
+
 class Asynchronous(Promotion):
     kind: Literal["asynchronous"] = "asynchronous"
 
@@ -272,6 +279,8 @@ class Asynchronous(Promotion):
 
 
 def test_a_policy_that_answers_a_coroutine_is_refused() -> None:
+    with pytest.raises(Invalid, match=r"promotes\(\) is to `return` its answer"):
+        register(Yields)
     told = r"define promotes\(\) with `def`, not `async def`: a coroutine is no answer"
     with pytest.raises(Invalid, match=told):
         register(Asynchronous)
