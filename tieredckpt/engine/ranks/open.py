@@ -103,13 +103,15 @@ class Opening:
         verdict = await vote(group, "open/parts", self._follow(found), self._decide)
         opened: Opened = decode(verdict, Opened)
         whole = {record.id: _run(record) for record in opened.whole}
-        for step in tuple(state.tiers[0].steps.parts):
-            of_another = step in whole and state.tiers[0] not in self._folders.get((step, whole[step]), {}).values()
+        first = state.tiers[0]
+        listed = {step for (step, _), by_rank in self._folders.items() if first in by_rank.values()}
+        for step in listed.union(first.steps.parts):  # rank 0 counts those of whole steps as held already
+            of_another = step in whole and first not in self._folders.get((step, whole[step]), {}).values()
             if of_another or (step not in whole and tuple(step) not in opened.kept):
                 _log.warning("%s: the part of rank %d in RAM is dropped, for others are gone", step, group.rank)
-                await self._evictor.let_part_go(step, state.tiers[0])
+                await self._evictor.let_part_go(step, first)
         for record in opened.whole:
-            state.tiers[0].steps.agree(record)
+            first.steps.agree(record)
         await self._let_leftovers_go({*whole, *(StepId(*kept) for kept in opened.kept)})
         state.branch.last_serial = opened.last_serial
         state.branch.adopt(opened.line, max(state.records(), default=None))

@@ -22,6 +22,7 @@ from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.ram.folder import take
 from tieredckpt.errors import Conflict, Invalid, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepCommitted, StepEvicted, TierFailed
+from tieredckpt.format.manifest import StepId
 from tieredckpt.preempt import preemption
 
 
@@ -296,6 +297,9 @@ async def test_of_runs_that_left_whole_steps_under_one_serial_the_newest_is_rest
             assert restored is not None
             assert restored.step == 2
             np.testing.assert_array_equal(restored.tree["w"], whole(30))
+        assert (
+            not ranks[0]._life.engine.state.tiers[0].steps.has_own(StepId(2, 2))
+        )  # its part of the other run has left
         await ranks[0].promote(2, "disk")
     async with place.open(1, nodes=["g"], **NEVER) as ranks:
         for restored in await ranks.restored(2):
