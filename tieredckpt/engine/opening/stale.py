@@ -16,7 +16,7 @@ from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.steps import Stale
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord
 
@@ -45,13 +45,13 @@ def stale_in_ram(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
 
 
 async def set_stale_apart(state: State) -> None:
-    """Count no stale step as held, on any tier; RAM drops it, and a reader only stops listing it.
-
-    Raises `TierUnavailable` where such a step cannot be read.
-    """
+    """Count no stale step as held, on any tier; RAM drops it, and a reader only stops listing it."""
     for tier in reversed(state.tiers[:-1]):  # the slowest first: what is stale there judges no other tier
         if not tier.in_memory:
-            await _set_apart(tier, _saves_of(state.tiers[tier.index + 1 :]))
+            try:
+                await _set_apart(tier, _saves_of(state.tiers[tier.index + 1 :]))
+            except TierUnavailable as error:
+                state.report(tier, error)
     first = state.tiers[0]
     if (ram := first.ram) is None:
         return
@@ -70,7 +70,8 @@ async def set_stale_apart(state: State) -> None:
 async def _set_apart(tier: Tier, theirs: Mapping[int, StepRecord]) -> None:
     """Set apart the steps whose serial other saves have, and those that the same runs saved after them.
 
-    Other steps stay: they may be of a training that came back here, and went on from what the others hold.
+    Other steps stay: they may be of a training that came back here, and went on from what the others hold. Raises
+    `TierUnavailable` where a step cannot be read that may be stale.
     """
     runs: set[tuple[object, ...]] = set()
     for step in sorted(tier.steps.held):

@@ -13,7 +13,12 @@ from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.opening import stale
+from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import TierUnavailable
 from tieredckpt.events import StepPromoted
+from tieredckpt.format.manifest import StepId, StepIndex
 
 
 def state(value: int) -> dict[str, Any]:
@@ -178,6 +183,26 @@ async def test_what_was_saved_since_the_node_came_back_is_the_newest(place: Path
         await store.flush()
         for info in await store.steps():
             assert all(not each.problem for each in await store.verify(info.step))
+
+
+async def test_a_disk_that_fails_while_its_steps_are_compared_does_not_stop_the_training(
+    place: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 2)
+    load = step_index.load
+
+    async def fails(tier: Tier, step: StepId) -> StepIndex:
+        if tier.name == "own":
+            raise TierUnavailable("by script")
+        return await load(tier, step)
+
+    monkeypatch.setattr(stale.step_index, "load", fails)
+    async with CheckpointStore.open(with_disk("a", place)) as store:
+        monkeypatch.undo()
+        restored = await store.restore(2, resume=False)
+        assert restored is not None
+        assert_same(restored.tree, state(2))
 
 
 async def test_of_several_ranks_too_what_was_left_behind_is_dropped(shared_memory: Path, faults: FaultyTiers) -> None:
