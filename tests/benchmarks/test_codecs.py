@@ -64,7 +64,7 @@ def test_states_that_were_trained_are_stored_in_less() -> None:
     pytest.importorskip("torch")
     from support.trained_states import gpt_state, lora_state
 
-    gpt, lora = shares(gpt_state(width=256)), shares(lora_state())
+    gpt, lora = shares(gpt_state()), shares(lora_state())
     assert gpt["all", "small"] <= 0.81, gpt
     assert gpt["params", "small"] < 0.72, gpt
     assert max(lora["all", "fast"], lora["all", "small"]) < 0.9, lora  # of some KB each

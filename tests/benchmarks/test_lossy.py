@@ -73,7 +73,7 @@ def test_seven_bits_of_every_value_take_two_fifths_of_a_trained_state() -> None:
     from support.trained_states import gpt_state
 
     def arrays() -> Any:
-        for group, leaves in gpt_state(width=256).items():
+        for group, leaves in gpt_state().items():
             for name, leaf in leaves.items():
                 # Weights in bfloat16 have 7 bits as they are.
                 yield f"{group}/{name}", (leaf.view(torch.uint16) if leaf.element_size() == 2 else leaf).numpy()

@@ -5,7 +5,7 @@ In a test::
     with launch("torch", PROGRAM, ranks=4, folder=tmp_path, arguments={"steps": 3}) as job:
         job.wait_for("saving", rank=2)          # ranks mark how far they are
         job.kill(2)                             # SIGKILL
-        job.wait(timeout=60)                    # the exit status; everything has ended
+        job.wait()                              # the exit status; everything has ended
         assert job.told(0) == {"loss": 0.5}
 
 In the program, a file that runs in every process::
@@ -83,10 +83,10 @@ class Job:
         """Whether a rank told anything."""
         return (self._folder / f"told-{rank}.json").exists()
 
-    def wait_for(self, mark: str, *, rank: int, timeout: float = SOON) -> None:
+    def wait_for(self, mark: str, *, rank: int) -> None:
         """Wait until a rank has marked that it is so far."""
         path = self._folder / f"mark-{rank}-{mark}"
-        self._until(path.exists, f"rank {rank} has not come to {mark!r}", timeout)
+        self._until(path.exists, f"rank {rank} has not come to {mark!r}")
 
     def kill(self, rank: int) -> None:
         """End one rank at once, as a machine does that fails; its launcher may have ended it already."""
@@ -101,7 +101,7 @@ class Job:
         """Let one rank that hangs go on."""
         os.kill(self._pid(rank), signal.SIGCONT)
 
-    def wait_until_ended(self, rank: int, *, timeout: float = SOON) -> None:
+    def wait_until_ended(self, rank: int) -> None:
         """Wait until the process of one rank has ended."""
 
         def ended() -> bool:
@@ -111,30 +111,30 @@ class Job:
                 return True
 
         pid = self._pid(rank)
-        self._until(ended, f"rank {rank} has not ended", timeout)
+        self._until(ended, f"rank {rank} has not ended")
 
-    def wait(self, *, timeout: float = SOON) -> int:
+    def wait(self) -> int:
         """Wait until all processes have ended; the exit status of their launcher."""
-        self._until(lambda: self._launcher.poll() is not None, "the job has not ended", timeout)
+        self._until(lambda: self._launcher.poll() is not None, "the job has not ended")
         return self._launcher.returncode
 
-    def succeed(self, *, timeout: float = SOON) -> None:
+    def succeed(self) -> None:
         """The same for a job that must not fail."""
-        status = self.wait(timeout=timeout)
+        status = self.wait()
         if status != 0:
             pytest.fail(f"the job ended with {status}; the output was:\n{self.output}")
 
     def _pid(self, rank: int) -> int:
         path = self._folder / f"pid-{rank}"
-        self._until(path.exists, f"rank {rank} has not begun", SOON)
+        self._until(path.exists, f"rank {rank} has not begun")
         return int(path.read_text())
 
-    def _until(self, done: Any, what: str, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+    def _until(self, done: Any, what: str) -> None:
+        deadline = time.monotonic() + SOON
         while not done():
             ended = self._launcher.poll() is not None
             if (ended and not done()) or time.monotonic() >= deadline:
-                when = "and everything has ended" if ended else f"within {timeout:.0f} s"
+                when = "and everything has ended" if ended else f"within {SOON:.0f} s"
                 pytest.fail(f"{what} {when}; the output was:\n{self.output}")
             time.sleep(0.02)
 

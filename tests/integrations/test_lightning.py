@@ -51,11 +51,11 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(
     assert resumed.result() == expected
 
 
-def fit(folder: Path, ram: Path, epochs: int, *callbacks: Any, module: Any = None, io: Any = None) -> Any:
+def fit(folder: Path, ram: Path, epochs: int, *callbacks: Any, io: Any = None) -> Any:
     io = program.TieredCheckpointIO(program.store_of(folder, ram)) if io is None else io
     trainer = program.trainer_of(folder, io, epochs, *callbacks)
     torch.manual_seed(1)  # the loss falls in each epoch, so that the last is among the best
-    trainer.fit(program.Module() if module is None else module, program.loader_of("plain"), ckpt_path="last")
+    trainer.fit(program.Module(), program.loader_of("plain"), ckpt_path="last")
     return trainer
 
 

@@ -83,10 +83,9 @@ HOSTILE: tuple[Any, ...] = (
 )
 
 
-def as_json(value: object, depth: int = 5000) -> bytes:
-    """``value`` as JSON, also what is none (NaN, lone surrogates), with lists of ``depth`` where `HOSTILE` says so."""
-    text = json.dumps(value).encode()
-    return text.replace(json.dumps(_DEEP).encode(), b"[" * depth + b"]" * depth)
+def as_json(value: object) -> bytes:
+    """``value`` as JSON, also what is none (NaN, lone surrogates), with 5000 nested lists where `HOSTILE` says so."""
+    return json.dumps(value).encode().replace(json.dumps(_DEEP).encode(), b"[" * 5000 + b"]" * 5000)
 
 
 @st.composite

@@ -18,9 +18,9 @@ def boxes_between(bounds: list[list[int]]) -> list[Box]:
 
 
 @st.composite
-def cuts(draw: st.DrawFn, most: int = 3) -> tuple[tuple[int, ...], list[Box]]:
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     """A shape and boxes that tile it, cut at any places."""
-    axes = draw(st.integers(1, most))
+    axes = draw(st.integers(1, 3))
     bounds = []
     for _ in range(axes):
         full = draw(st.integers(1, 12))
@@ -30,9 +30,9 @@ def cuts(draw: st.DrawFn, most: int = 3) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @st.composite
-def meshes(draw: st.DrawFn, most: int = 3) -> tuple[tuple[int, ...], tuple[int, ...], list[Box]]:
+def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Box]]:
     """A shape, the shape of a full block, and the boxes of a mesh whose last blocks may be shorter."""
-    axes = draw(st.integers(1, most))
+    axes = draw(st.integers(1, 3))
     shape = tuple(draw(st.integers(1, 24)) for _ in range(axes))
     ranks = tuple(draw(st.integers(1, 4)) for _ in range(axes))
     cut = tuple(-(-full // n) for full, n in zip(shape, ranks, strict=True))

@@ -18,19 +18,24 @@ from torch.nn import functional
 __all__ = ["GptTraining", "gpt_state", "lora_state"]
 
 _VOCABULARY = 256
+_LENGTH = 64
+"""Tokens of a text."""
+_HEADS = 4
+_LAYERS = 2
+_RANK = 16
+"""Of an adapter."""
 
 
 class _Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        mixed = self.mix(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads)
+        mixed = self.mix(self.norms[0](x)).view(batch, length, 3, _HEADS, width // _HEADS)
         query, key, value = mixed.permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
@@ -38,10 +43,10 @@ class _Block(nn.Module):
 
 
 class _Gpt(nn.Module):
-    def __init__(self, width: int, layers: int, length: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(_VOCABULARY, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(_Block(width, 4) for _ in range(layers)))
+        self.tokens, self.places = nn.Embedding(_VOCABULARY, width), nn.Embedding(_LENGTH, width)
+        self.blocks = nn.Sequential(*(_Block(width) for _ in range(_LAYERS)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, _VOCABULARY, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
@@ -54,13 +59,13 @@ def _text() -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8).copy()).long()
 
 
-def _train(model: nn.Module, steps: int, length: int) -> torch.optim.AdamW:
+def _train(model: nn.Module, steps: int) -> torch.optim.AdamW:
     text = _text()
     torch.set_num_threads(1)  # on a busy machine, several wait for each other
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
     for _ in range(steps):
-        starts = torch.randint(len(text) - length - 1, (8,))
-        batch = torch.stack([text[start : start + length + 1] for start in starts])
+        starts = torch.randint(len(text) - _LENGTH - 1, (8,))
+        batch = torch.stack([text[start : start + _LENGTH + 1] for start in starts])
         with torch.autocast("cpu", torch.bfloat16):
             found = model(batch[:, :-1])
         loss = functional.cross_entropy(found.float().reshape(-1, _VOCABULARY), batch[:, 1:].reshape(-1))
@@ -82,23 +87,23 @@ def _state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Any]:
     }
 
 
-def gpt_state(steps: int = 100, width: int = 128, layers: int = 2, length: int = 64) -> dict[str, Any]:
+def gpt_state() -> dict[str, Any]:
     """Of 14 bytes per parameter, as after mixed-precision training with AdamW."""
     torch.manual_seed(0)
-    model = _Gpt(width, layers, length)
-    return _state(model, _train(model, steps, length))
+    model = _Gpt(256)
+    return _state(model, _train(model, 100))
 
 
 class GptTraining:
     """A small GPT in training, whose batches depend on the seed and the step alone."""
 
-    def __init__(self, seed: int, *, width: int = 128, layers: int = 2, length: int = 64) -> None:
+    def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         torch.set_num_threads(1)
-        self._seed, self._length = seed, length
+        self._seed = seed
         self._text = _text()
         self._held_back = len(self._text) * 9 // 10
-        self.model = _Gpt(width, layers, length)
+        self.model = _Gpt(128)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def train(self, first: int, steps: int) -> None:
@@ -116,8 +121,8 @@ class GptTraining:
 
     def _batch(self, seed: int, begin: int, end: int) -> torch.Tensor:
         chance = torch.Generator().manual_seed(seed)
-        starts = torch.randint(begin, end - self._length - 1, (8,), generator=chance)
-        return torch.stack([self._text[start : start + self._length + 1] for start in starts])
+        starts = torch.randint(begin, end - _LENGTH - 1, (8,), generator=chance)
+        return torch.stack([self._text[start : start + _LENGTH + 1] for start in starts])
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -144,24 +149,24 @@ class GptTraining:
 
 
 class _Adapted(nn.Module):
-    def __init__(self, inner: nn.Linear, rank: int) -> None:
+    def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
         self.inner = inner
-        self.a = nn.Parameter(torch.randn(rank, inner.in_features) / inner.in_features**0.5)
-        self.b = nn.Parameter(torch.zeros(inner.out_features, rank))
+        self.a = nn.Parameter(torch.randn(_RANK, inner.in_features) / inner.in_features**0.5)
+        self.b = nn.Parameter(torch.zeros(inner.out_features, _RANK))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) + functional.linear(functional.linear(x, self.a), self.b)
 
 
-def lora_state(steps: int = 30, width: int = 128, layers: int = 2, length: int = 64, rank: int = 16) -> dict[str, Any]:
+def lora_state() -> dict[str, Any]:
     """Adapters of a GPT whose own weights are frozen."""
     torch.manual_seed(1)
-    model = _Gpt(width, layers, length)
+    model = _Gpt(128)
     for each in model.parameters():
         each.requires_grad_(False)
     for block in model.blocks:
         assert isinstance(block, _Block)
-        block.up, block.down = _Adapted(block.up, rank), _Adapted(block.down, rank)
-    state = _state(model, _train(model, steps, length))
+        block.up, block.down = _Adapted(block.up), _Adapted(block.down)
+    state = _state(model, _train(model, 30))
     return {key: state[key] for key in ("master", "mu", "nu")}

@@ -43,8 +43,9 @@ class Machine:
         self.asked.append((address, nbytes, mode, list(nodes)))
 
 
-def grown(nbytes: int = 1 << 20) -> tuple[int, Bytes]:
+def grown() -> tuple[int, Bytes]:
     """The address of the memory of a slab that has grown, and a piece of it in use."""
+    nbytes = 1 << 20
     slab = Slab(os.memfd_create("of-test"), nbytes)
     try:
         offset = slab.allocate(nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -297,16 +298,9 @@ def resummed(data: bytes, position: int, change: bytes) -> bytes:
     return head + crc32c(head).to_bytes(4, "little")
 
 
-def empty_manifest(*, path: str = "", height: int = 0, keys: int = 0, tree_bytes: int = 0, indirect: int = 0) -> bytes:
-    return manifest_of(
-        MAX_UINT64,
-        offset=MAX_UINT64,
-        path=path,
-        height=height,
-        keys=keys,
-        tree_bytes=tree_bytes,
-        indirect=indirect,
-    )
+def empty_manifest(**changes: Any) -> bytes:
+    empty: dict[str, Any] = {"offset": MAX_UINT64, "path": "", "keys": 0, "tree_bytes": 0}
+    return manifest_of(MAX_UINT64, **empty | changes)
 
 
 def test_what_is_forged_would_be_read_if_it_were_sound() -> None:
@@ -359,13 +353,12 @@ def test_forged_indexes_are_corrupt(name: str) -> None:
 def interior(
     children: list[tuple[bytes, int, int, int]],
     *,
-    height: int = 1,
     common: int = 0,
     tree_bytes: int | None = None,
 ) -> bytes:
-    """An interior node; a child is (first key, offset, length, number of keys)."""
+    """An interior node of height 1; a child is (first key, offset, length, number of keys)."""
     keys, offsets, lengths, counts = zip(*children, strict=True)
-    body = bytes((height,)) + file_table([BTREE]) + varint(len(children))
+    body = b"\1" + file_table([BTREE]) + varint(len(children))
     body += bytes(len(children) - 1) + column([len(key) for key in keys])
     body += column([common] * len(children)) + b"".join(keys) + bytes(len(children))
     trees = lengths if tree_bytes is None else [tree_bytes] * len(children)
@@ -375,9 +368,9 @@ def interior(
     )
 
 
-def decode_tree(leaves: list[bytes], root: bytes, *, height: int = 1, keys: int = 2) -> list[tuple[bytes, Value]]:
+def decode_tree(leaves: list[bytes], root: bytes, *, keys: int = 2) -> list[tuple[bytes, Value]]:
     btree = b"".join(leaves) + root
-    manifest = manifest_of(len(root), height=height, keys=keys, offset=len(btree) - len(root), tree_bytes=len(btree))
+    manifest = manifest_of(len(root), height=1, keys=keys, offset=len(btree) - len(root), tree_bytes=len(btree))
     return ocdbt.decode(manifest, btree, BTREE)
 
 

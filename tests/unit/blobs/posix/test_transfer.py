@@ -25,7 +25,6 @@ from tieredckpt.blobs.posix.target import Bytes, Stop, Stopped, Target
 from tieredckpt.blobs.posix.transfer import EndOfFile, aligned_batches, as_arrays, plain_batches
 from tieredckpt.testing.backdoor import aligned, pattern
 
-KIB = 1 << 10
 MIB = 1 << 20
 
 lengths = st.one_of(

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cuts import boxes_between
 from support.insight import flip_chunk, index_of, tier_of
 from support.scenes import Heard, config, folder, ram
 from support.trees import arrays, indexed
@@ -50,8 +50,7 @@ def two_tiers(shared_memory: Path, tmp_path: Path) -> StoreConfig:
 
 def cut_at(shape: tuple[int, ...], bounds: list[list[int]]) -> Boxes:
     """The mesh of boxes between the bounds of every axis."""
-    spans = [list(pairwise([0, *sorted(axis), full])) for axis, full in zip(bounds, shape, strict=True)]
-    return [Box(tuple(a for a, _ in some), tuple(b - a for a, b in some)) for some in product(*spans)]
+    return boxes_between([[0, *sorted(axis), full] for axis, full in zip(bounds, shape, strict=True)])
 
 
 @st.composite

@@ -315,13 +315,15 @@ async def _letters_of(rank: Mailbox, office: Office) -> list[bytes]:
 # -- over a folder ------------------------------------------------------------------------------------------
 
 
-def in_folder(folder: Path, stores: list[Faulty], size: int = 2) -> list[Mailbox]:
+def in_folder(folder: Path, stores: list[Faulty]) -> list[Mailbox]:
+    """Two ranks."""
+
     async def open_store() -> Faulty:
         store = Faulty(await asyncio.to_thread(PosixStore, folder, fsync=False))
         stores.append(store)
         return store
 
-    return [SharedStore(open_store, rank=rank, size=size) for rank in range(size)]
+    return [SharedStore(open_store, rank=rank, size=2) for rank in range(2)]
 
 
 async def test_a_letter_that_is_still_being_written_is_taken_when_it_is_whole(tmp_path: Path) -> None:
