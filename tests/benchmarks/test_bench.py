@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from support import command_line
 from support.scenes import SOON
-from typer.testing import CliRunner
 
 from tieredckpt.bench import peers, run, turn, workloads
 from tieredckpt.bench.files import Listing, forget, largest_first
@@ -28,7 +28,6 @@ from tieredckpt.bench.report import AIMS, compare, load_report, make_report, unl
 from tieredckpt.bench.turn import Part, Spec, Turn, of_all_ranks
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import bench as cli
-from tieredckpt.cli.app import app
 from tieredckpt.cli.console import output
 from tieredckpt.errors import Invalid, NotFound
 
@@ -87,7 +86,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         for module in (ours, tensor_file):  # a framework takes longer to load than all of this
             peers = [replace(each, missing=_GONE) if each.name in _SLOW else each for each in module.PEERS]
             patch.setattr(module, "PEERS", tuple(peers))
-        done = CliRunner().invoke(app, arguments)
+        done = command_line.run(*arguments)
     assert done.exit_code == 0, done.output
     result.write_text(done.stdout)
     assert {path.name for path in folder.iterdir()} == {page.name, result.name}
@@ -163,13 +162,13 @@ def test_what_became_worse_is_seen_in_two_stored_reports(
     assert "not comparable" in capsys.readouterr().out
 
 
-def run_turn(peer: str, tmp_path: Path, workload: str = "transformer", parts: tuple[Part, ...] = ALL_PARTS) -> Turn:
+def run_turn(peer: str, tmp_path: Path, parts: tuple[Part, ...] = ALL_PARTS) -> Turn:
     """A turn in this process, with a MiB or two."""
     with places(tmp_path) as where:
         return turn.measure(
             Spec(
                 peer=peer,
-                workload=workload,
+                workload="transformer",
                 nbytes=2 << 20,
                 **where.told(),
                 repeats=1,
@@ -358,7 +357,7 @@ def test_a_job_of_two_ranks_is_measured_and_says_so(tmp_path: Path, capsys: pyte
     pytest.importorskip("torch")
     arguments = ["bench", "--size", "1 MiB", "--ranks", "2", "--workloads", "transformer", "--folder", str(tmp_path)]
     arguments += ["--peers", "dcp-thread,torch.save,orbax", "--rounds", "1", "--repeats", "1", "--json"]
-    done = CliRunner().invoke(app, arguments)
+    done = command_line.run(*arguments)
     assert done.exit_code == 0, done.output
     (tmp_path / "report.json").write_text(done.stdout)
     report = load_report(tmp_path / "report.json")
@@ -410,11 +409,10 @@ def test_a_workload_has_about_the_bytes_that_are_asked_for(workload: str, nbytes
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
-    run = CliRunner()
-    assert run.invoke(app, ["bench", "--size", "1000 B"]).exit_code == 2
-    assert run.invoke(app, ["bench", "--peers", "nonsense", "--leaves", "99"]).exit_code == 2
+    assert command_line.run("bench", "--size", "1000 B").exit_code == 2
+    assert command_line.run("bench", "--peers", "nonsense", "--leaves", "99").exit_code == 2
     for wrong in (["--peers", "nonsense"], ["--workloads", "nonsense"], ["--compare", str(tmp_path / "none.json")]):
-        refused = run.invoke(app, ["bench", "--folder", str(tmp_path), *wrong])
+        refused = command_line.run("bench", "--folder", tmp_path, *wrong)
         assert refused.exit_code == 1
         assert "none.json" in refused.output or "nonsense" in refused.output
     (tmp_path / "old.json").write_text("{}")
@@ -460,9 +458,7 @@ def test_a_bench_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_sweep_has_a_point_for_every_size_and_draws_them(tmp_path: Path) -> None:
     drawn = tmp_path / "sweep.svg"
     ends = ("--leaves", "20", "--size", "2 MiB", "--steps", "2", "--repeats", "1")
-    result = CliRunner().invoke(
-        app, ["bench", "sweep", "--folder", str(tmp_path), "--json", "--picture", str(drawn), *ends]
-    )
+    result = command_line.run("bench", "sweep", "--folder", tmp_path, "--json", "--picture", drawn, *ends)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     sizes = {axis: [point["size"] for point in points] for axis, points in found.items()}
@@ -474,8 +470,6 @@ def test_a_sweep_has_a_point_for_every_size_and_draws_them(tmp_path: Path) -> No
 
 
 def test_a_sweep_whose_picture_cannot_be_drawn_measures_nothing(tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["bench", "sweep", "--folder", str(tmp_path), "--picture", str(tmp_path / "x.txt")]
-    )
+    result = command_line.run("bench", "sweep", "--folder", tmp_path, "--picture", tmp_path / "x.txt")
     assert result.exit_code != 0
     assert "an .svg or a .png" in result.output

@@ -16,15 +16,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support.command_line import run
 from support.insight import flip, flip_chunk, slab_of, tier_of
 from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram, ram_in
-from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.blobs.ram.owner import write_owner
 from tieredckpt.blobs.wrap import Pace
-from tieredckpt.cli.app import app
 from tieredckpt.config import to_toml
 from tieredckpt.engine.repairing.check import Scan
 from tieredckpt.engine.repairing.verify import Verified
@@ -481,10 +480,6 @@ async def test_a_scrub_takes_the_rate_it_is_given(place: Path, monkeypatch: pyte
 
 
 # -- the command line -------------------------------------------------------------------------------------
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reliability.forging import BTREE, ESCAPES, as_json, forged_record, marker_json, sample_arrays, tree_of
-from typer.testing import CliRunner, Result
+from support.command_line import run
+from typer.testing import Result
 
 from tieredckpt import CheckpointStore
-from tieredckpt.cli.app import app
 from tieredckpt.cli.console import jsonable
 from tieredckpt.config import load, to_toml
 from tieredckpt.engine.tier import lease
@@ -28,10 +28,6 @@ from tieredckpt.format.manifest import encode_step
 from tieredckpt.format.structure import ArrayNode, DictNode, IntNode, Node, StrNode
 
 FORBIDDEN = set(map(chr, [*range(0x20), *range(0x7F, 0xA0), 0x202E, 0x200B])) - {"\n"}
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["--verbose", *map(str, arguments)])
 
 
 def assert_harmless(result: Result) -> None:
@@ -92,12 +88,12 @@ VERBS = [
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 def test_no_terminal_escape_of_a_step_reaches_the_terminal(config: Path, verb: tuple[str, ...]) -> None:
-    assert_harmless(run(verb[0], config, *verb[1:]))
+    assert_harmless(run("--verbose", verb[0], config, *verb[1:]))
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb[0] in ("ls", "show", "verify")], ids=" ".join)
 def test_what_programs_read_is_json_whatever_a_step_says(config: Path, verb: tuple[str, ...]) -> None:
-    result = run(verb[0], config, *verb[1:], "--json")
+    result = run("--verbose", verb[0], config, *verb[1:], "--json")
     assert_harmless(result)
     assert json.loads(result.stdout)
 
@@ -108,7 +104,7 @@ def test_no_terminal_escape_of_a_lease_reaches_the_terminal(config: Path, tmp_pa
     holder = msgspec.structs.replace(lease._this_process(1.7e9), host=ESCAPES, process=another, process_started=started)
     (tmp_path / "disk" / "leases").mkdir()
     (tmp_path / "disk" / "leases" / "0000000000000000").write_bytes(msgspec.json.encode(holder))
-    result = run("collect", config)
+    result = run("--verbose", "collect", config)
     assert "is being written to by process" in result.output
     assert_harmless(result)
 
@@ -120,7 +116,7 @@ def test_arrays_are_extracted_into_their_folder_whatever_their_keys_are(config: 
         store.save(40, names)
     out = tmp_path / "out"
     for to in (out / "folder", out / "archive.npz"):
-        assert_harmless(run("restore", config, "40", "--to", to))
+        assert_harmless(run("--verbose", "restore", config, "40", "--to", to))
     assert {path.name for path in out.iterdir()} == {"folder", "archive.npz"}
     assert sum(path.suffix == ".npy" for path in (out / "folder").iterdir()) == len(names)
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "ckpt.toml", "out"}

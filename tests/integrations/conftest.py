@@ -1,16 +1,14 @@
-"""Stores and the commands, for tests of integrations, and of `import` and `export`."""
+"""Stores, for tests of integrations, and of `import` and `export`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.scenes import config, folder, ram
-from typer.testing import CliRunner, Result
 
 from tieredckpt import CheckpointStore, SyncStore
-from tieredckpt.cli.app import app
 
 
 @pytest.fixture
@@ -41,11 +39,3 @@ def opened(tmp_path: Path, shared_memory: Path) -> Iterator[SyncStore]:
     tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}
     with CheckpointStore.open(config(tiers)).sync() as store:
         yield store
-
-
-@pytest.fixture
-def run() -> Callable[..., Result]:
-    def invoke(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    return invoke

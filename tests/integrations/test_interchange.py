@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from support.command_line import run
 from support.frameworks import require
-from support.interchange import Run, save
+from support.interchange import save
 
 from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, _registry
 from tieredckpt.config.formats import GROUP
@@ -24,7 +25,7 @@ safetensors_torch = require("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 
 
-def test_names_are_those_that_a_map_gives(run: Run, store: Path, tmp_path: Path) -> None:
+def test_names_are_those_that_a_map_gives(store: Path, tmp_path: Path) -> None:
     """Patterns in order, the signs of each in the place of what they matched; the rest keeps its names."""
     layers = {f"layers_{at}": {"kernel": np.full((2, 3), at), "bias": np.full(3, -at)} for at in range(2)}
     save(store, {"params": {"net": layers, "head": np.ones(4)}, "step": 3})
@@ -68,7 +69,7 @@ def test_names_are_those_that_a_map_gives(run: Run, store: Path, tmp_path: Path)
         *("npz:w.safetensors", "npz:w.csv", "npy:w.npy", "dcp:w.pt", "dcp:m.json", "orbax:m.gz", "w.safetensors"),
     ],
 )
-def test_the_name_of_a_file_of_another_format_is_refused(run: Run, store: Path, tmp_path: Path, to: str) -> None:
+def test_the_name_of_a_file_of_another_format_is_refused(store: Path, tmp_path: Path, to: str) -> None:
     save(store, {"w": np.ones(3)})
     scheme, separator, name = to.rpartition(":")
     result = run("export", store, "--to", f"{scheme}{separator}{tmp_path / name}")
@@ -77,7 +78,7 @@ def test_the_name_of_a_file_of_another_format_is_refused(run: Run, store: Path, 
 
 
 @pytest.mark.parametrize("name", ["step-1.0", "run.v2", "llama-3.1-8b", "w.ckpt/", "there.out", "one.SafeTensors"])
-def test_the_name_of_a_folder_may_have_a_full_stop(run: Run, store: Path, tmp_path: Path, name: str) -> None:
+def test_the_name_of_a_folder_may_have_a_full_stop(store: Path, tmp_path: Path, name: str) -> None:
     """One that looks like a suffix, where a slash follows or the folder is there."""
     save(store, {"w": np.ones(3)})
     (tmp_path / "there.out").mkdir()
@@ -88,7 +89,7 @@ def test_the_name_of_a_folder_may_have_a_full_stop(run: Run, store: Path, tmp_pa
 
 
 @pytest.mark.parametrize("source", ["lost", "number", "damaged", "leaf"])
-def test_a_refused_import_leaves_no_new_store_behind(run: Run, store: Path, tmp_path: Path, source: str) -> None:
+def test_a_refused_import_leaves_no_new_store_behind(store: Path, tmp_path: Path, source: str) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "named.pt")
     torch.save({"w": torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)}, tmp_path / "step_2.pt")
     (tmp_path / "step_1.pt").write_bytes(b"damaged")
@@ -103,7 +104,7 @@ def test_a_refused_import_leaves_no_new_store_behind(run: Run, store: Path, tmp_
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_device_is_no_wrong_input(
-    run: Run, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     save(store, {"model": {"w": np.arange(100.0)}})
 
@@ -119,7 +120,7 @@ def test_a_full_device_is_no_wrong_input(
 
 
 def test_what_was_written_is_read_back_and_compared(
-    run: Run, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that stores another byte than it was given: nothing appears under the name."""
     save(store, {"model": {"w": np.arange(100.0), "b": np.ones(2)}})
@@ -151,7 +152,7 @@ def test_what_was_written_is_read_back_and_compared(
 
 
 @pytest.mark.parametrize("scheme", ["safetensors", "npz", "npy", "dcp"])
-def test_nothing_is_replaced(run: Run, store: Path, tmp_path: Path, scheme: str) -> None:
+def test_nothing_is_replaced(store: Path, tmp_path: Path, scheme: str) -> None:
     save(store, {"model": {"w": np.arange(100.0)}})
     (tmp_path / "out").write_text("mine")
     result = run("export", store, "--to", f"{scheme}:{tmp_path / 'out'}")
@@ -210,7 +211,7 @@ def test_a_file_is_exported_where_files_have_one_name_alone(
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(
-    run: Run, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: str
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(store, {"model": {"w": np.arange(3.0)}})
@@ -221,7 +222,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_names_begin_below_the_part(run: Run, store: Path, tmp_path: Path) -> None:
+def test_names_begin_below_the_part(store: Path, tmp_path: Path) -> None:
     save(store, {"model": {"net": {"w": np.arange(3.0)}}, "rest": np.ones(1)})
     assert run("export", store, "--to", f"npz:{tmp_path / 'w.npz'}", "--part", "model/net").exit_code == 0
     assert list(np.load(tmp_path / "w.npz")) == ["w"]
@@ -256,7 +257,7 @@ def test_a_named_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, s
         read_checkpoint(f"{scheme}:{tmp_path / path}", 1)
 
 
-def test_a_number_that_the_store_has_is_told_before_anything_is_read(run: Run, store: Path, tmp_path: Path) -> None:
+def test_a_number_that_the_store_has_is_told_before_anything_is_read(store: Path, tmp_path: Path) -> None:
     save(store, {"w": np.ones(1)})
     (tmp_path / "w.pt").write_bytes(b"damaged")
     refused = run("import", f"torch:{tmp_path / 'w.pt'}", store, "--step", 1)
@@ -264,7 +265,7 @@ def test_a_number_that_the_store_has_is_told_before_anything_is_read(run: Run, s
     assert "--overwrite" in refused.stderr
 
 
-def test_a_part_is_a_container_and_no_pattern(run: Run, store: Path, tmp_path: Path) -> None:
+def test_a_part_is_a_container_and_no_pattern(store: Path, tmp_path: Path) -> None:
     save(store, {"model": {"**": np.ones(1), "w": np.arange(3.0)}, "bare": np.ones(1)})
     assert run("export", store, "--to", f"npz:{tmp_path / 'w.npz'}", "--part", "model").exit_code == 0
     assert sorted(np.load(tmp_path / "w.npz")) == ["**", "w"]

@@ -13,12 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from integrations.test_orbax_import import equal
+from support.command_line import run
 from support.frameworks import require
 from support.scenes import config, folder, ram
-from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NoSpace, Shard, Sharded, SyncStore
-from tieredckpt.cli.app import app
 from tieredckpt.interchange import export_step, import_step, linked_packs, orbax_write
 
 jax = require("jax")
@@ -347,11 +346,11 @@ def test_the_command_line_exports(tmp_path: Path, shared_memory: Path, opened: O
     saved(store, {"w": large()})
     store.close()
     for arguments in (["--to", f"orbax:{tmp_path / 'one'}"], ["--to", f"orbax:{tmp_path / 'two'}", "--copy"]):
-        result = CliRunner().invoke(app, ["export", str(tmp_path / "disk"), *arguments])
+        result = run("export", tmp_path / "disk", *arguments)
         assert result.exit_code == 0, result.stderr
     assert links(tmp_path / "one")
     assert not links(tmp_path / "two")
-    result = CliRunner().invoke(app, ["export", str(tmp_path / "disk"), "--to", f"npz:{tmp_path / 'w.npz'}", "--copy"])
+    result = run("export", tmp_path / "disk", "--to", f"npz:{tmp_path / 'w.npz'}", "--copy")
     assert "npz has no option copy" in result.stderr
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.command_line import run
 from support.frameworks import require
-from support.interchange import STATE, Run, equal, restored, save
+from support.interchange import STATE, equal, restored, save
 
 from tieredckpt import CheckpointStore, Corrupt, Invalid, NotFound
 from tieredckpt.interchange import safetensors
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 WEIGHTS = {name: value for name, value in STATE["model"].items() if name != "complex"}
 
 
-def test_safetensors_come_in_whole_and_in_shards(run: Run, store: Path, tmp_path: Path) -> None:
+def test_safetensors_come_in_whole_and_in_shards(store: Path, tmp_path: Path) -> None:
     safetensors_torch.save_file(WEIGHTS, tmp_path / "one.safetensors", metadata={"format": "pt"})
     assert run("import", f"safetensors:{tmp_path / 'one.safetensors'}", store, "--step", 1).exit_code == 0
     folder = tmp_path / "checkpoint-2"
@@ -46,7 +47,7 @@ def shards(path: Path) -> Any:
     return json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
 
 
-def test_safetensors_go_out_and_the_library_reads_them(run: Run, store: Path, tmp_path: Path) -> None:
+def test_safetensors_go_out_and_the_library_reads_them(store: Path, tmp_path: Path) -> None:
     save(store, {"model": WEIGHTS, "optimizer": {"m": torch.ones(3)}})
     assert run("export", store, "--to", f"safetensors:{tmp_path / 'one.safetensors'}").exit_code == 0
     found = safetensors_torch.load_file(tmp_path / "one.safetensors")
@@ -62,7 +63,7 @@ def test_safetensors_go_out_and_the_library_reads_them(run: Run, store: Path, tm
     assert list(safetensors_torch.load_file(tmp_path / "all" / "model.safetensors")) == ["m"]
 
 
-def test_a_cast_rounds_as_torch_does_and_refuses_what_overflows(run: Run, store: Path, tmp_path: Path) -> None:
+def test_a_cast_rounds_as_torch_does_and_refuses_what_overflows(store: Path, tmp_path: Path) -> None:
     weights = {"w": torch.randn(1000), "d": torch.randn(9, dtype=torch.float64), "n": torch.arange(3)}
     weights["w"][:3] = torch.tensor([float("nan"), float("inf"), 1e-30])
     save(store, {"model": weights})
@@ -81,7 +82,7 @@ def test_a_cast_rounds_as_torch_does_and_refuses_what_overflows(run: Run, store:
     assert sorted(os.listdir(tmp_path)) == ["bf16.safetensors", "ckpt.toml", "disk", "fp16.safetensors"]
 
 
-def test_transformers_reads_an_export(run: Run, store: Path, tmp_path: Path) -> None:
+def test_transformers_reads_an_export(store: Path, tmp_path: Path) -> None:
     transformers = require("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16,
@@ -194,7 +195,7 @@ def test_shards_of_the_hugging_face_cache_are_read_through_its_links(tmp_path: P
     assert safetensors.SAFETENSORS.read(snapshot)["w"].tolist() == [0, 0]
 
 
-def test_what_a_file_of_safetensors_cannot_have_is_refused(run: Run, store: Path, tmp_path: Path) -> None:
+def test_what_a_file_of_safetensors_cannot_have_is_refused(store: Path, tmp_path: Path) -> None:
     save(store, {"__metadata__": np.ones(2), "scale": np.array([0.5, 2], ml_dtypes.float8_e8m0fnu)})
     refused = run("export", store, "--to", f"safetensors:{tmp_path / 'w.safetensors'}", "--keys", "__metadata__")
     assert "safetensors has '__metadata__' for itself" in refused.stderr
@@ -210,7 +211,7 @@ def test_what_a_file_of_safetensors_cannot_have_is_refused(run: Run, store: Path
     assert "export it without a cast" in refused.stderr
 
 
-def test_dtypes_that_numpy_has_not_go_through_safetensors(store: Path, run: Run, tmp_path: Path) -> None:
+def test_dtypes_that_numpy_has_not_go_through_safetensors(store: Path, tmp_path: Path) -> None:
     arrays = {
         name: np.array([0.5, 2], getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
     }

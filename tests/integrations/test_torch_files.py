@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.command_line import run
 from support.frameworks import require
-from support.interchange import STATE, Run, equal, restored, save, written
+from support.interchange import STATE, equal, restored, save, written
 
 from tieredckpt import CheckpointStore, Corrupt, Invalid, NotFound
 from tieredckpt.interchange import import_step
@@ -22,7 +23,7 @@ dcp = require("torch.distributed.checkpoint")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 
 
-def test_dcp_goes_in_and_out_again_to_the_last_bit(run: Run, store: Path, tmp_path: Path) -> None:
+def test_dcp_goes_in_and_out_again_to_the_last_bit(store: Path, tmp_path: Path) -> None:
     written(tmp_path / "checkpoint-7", STATE)
     result = run("import", f"dcp:{tmp_path / 'checkpoint-7'}", store)
     assert result.exit_code == 0, result.output
@@ -46,7 +47,7 @@ def test_dcp_goes_in_and_out_again_to_the_last_bit(run: Run, store: Path, tmp_pa
     equal(restored(store, 8), STATE)
 
 
-def test_arrays_of_numpy_become_tensors_of_dcp(run: Run, store: Path, tmp_path: Path) -> None:
+def test_arrays_of_numpy_become_tensors_of_dcp(store: Path, tmp_path: Path) -> None:
     save(store, {"w": np.arange(6.0).reshape(2, 3), "n": np.float32(2), "day": date(2026, 1, 2)})
     assert run("export", store, "--to", f"dcp:{tmp_path / 'out'}").exit_code == 0
     state = {"w": torch.empty(2, 3, dtype=torch.float64), "n": torch.empty(())}
@@ -59,7 +60,7 @@ def test_arrays_of_numpy_become_tensors_of_dcp(run: Run, store: Path, tmp_path: 
     assert not (tmp_path / "times").exists()
 
 
-def test_arrays_that_are_all_empty_become_tensors_of_dcp(run: Run, store: Path, tmp_path: Path) -> None:
+def test_arrays_that_are_all_empty_become_tensors_of_dcp(store: Path, tmp_path: Path) -> None:
     save(store, {"w": np.empty((3, 0), np.float32), "step": 3})
     assert run("export", store, "--to", f"dcp:{tmp_path / 'out'}").exit_code == 0
     state = {"w": torch.empty(3, 0), "step": 0}
@@ -67,7 +68,7 @@ def test_arrays_that_are_all_empty_become_tensors_of_dcp(run: Run, store: Path, 
     assert state["step"] == 3
 
 
-def test_arrays_in_another_byte_order_become_the_same_numbers(run: Run, store: Path, tmp_path: Path) -> None:
+def test_arrays_in_another_byte_order_become_the_same_numbers(store: Path, tmp_path: Path) -> None:
     numbers = {f"{order}{kind}": np.arange(5).astype(order + kind) for order in "<>" for kind in ("f4", "i4")}
     save(store, numbers)
     for scheme in ("dcp", "safetensors"):
@@ -80,7 +81,7 @@ def test_arrays_in_another_byte_order_become_the_same_numbers(run: Run, store: P
         assert all(found.tree[name].tolist() == [0, 1, 2, 3, 4] for name in numbers)
 
 
-def test_files_of_torch_save_come_in_as_weights_only(run: Run, store: Path, tmp_path: Path) -> None:
+def test_files_of_torch_save_come_in_as_weights_only(store: Path, tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "step_7.pt")
     old = {"model": STATE["model"] | {"eighth": None}}  # of which the old format knows nothing
     torch.save(old, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -98,7 +99,7 @@ class Forged:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_a_forged_file_of_torch_runs_nothing(run: Run, store: Path, tmp_path: Path) -> None:
+def test_a_forged_file_of_torch_runs_nothing(store: Path, tmp_path: Path) -> None:
     torch.save({"odd": Forged(tmp_path / "ran")}, tmp_path / "forged.pt")
     result = run("import", f"torch:{tmp_path / 'forged.pt'}", store, "--step", 1)
     assert result.exit_code == 1

@@ -20,12 +20,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from reliability.ranks import World
+from support.command_line import run
 from support.scenes import CHUNK, config, crash, folder, new_shared_folder, ram
-from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.find import find_ram
-from tieredckpt.cli.app import app
 from tieredckpt.errors import Conflict, NotFound
 
 NAMES = st.sampled_from(["one", "two", "three", "mounted/run"])
@@ -255,7 +254,7 @@ class IdentityMachine(RuleBasedStateMachine):
 
     def told(self, *arguments: object) -> str | None:
         """What a verb says; None where it refuses."""
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        result = run(*arguments)
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         return result.output if result.exit_code == 0 else None
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from typer.testing import Result
 
 from support.frameworks import require
 from tieredckpt import CheckpointStore
 
 torch = require("torch")
 dcp = require("torch.distributed.checkpoint")
-
-Run = Callable[..., Result]
-"""Runs the program, with arguments."""
 
 
 def save(store: Path, tree: Any, step: int = 1) -> None:

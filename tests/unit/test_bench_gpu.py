@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from support.command_line import run
 
 from tieredckpt.bench import gpu as bench_gpu
 from tieredckpt.bench import gpu_bounds
@@ -17,7 +17,6 @@ from tieredckpt.bench.gpu import AIMS, GpuReport, GpuRow, measure
 from tieredckpt.bench.gpu_bounds import Bounds, write_rate
 from tieredckpt.bench.peers import gpu as peers
 from tieredckpt.cli import bench_gpu as cli
-from tieredckpt.cli.app import app
 from tieredckpt.testing.devices import FakeDriver
 
 SPEED = 40e6
@@ -259,7 +258,7 @@ def test_without_a_device_it_says_so(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a device")
-    done = CliRunner().invoke(app, ["bench", "gpu", "--folder", str(tmp_path)])
+    done = run("bench", "gpu", "--folder", tmp_path)
     assert done.exit_code == 1
     assert "there is no CUDA device to measure" in done.output
     assert list(tmp_path.iterdir()) == []

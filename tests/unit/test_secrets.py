@@ -22,14 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretBytes, SecretStr
 from support.agents import agent_of, end_agent
+from support.command_line import run
 from support.scenes import Heard, files_below, folder, ram
-from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
 from tieredckpt._redact import REDACTED, redacted, redacted_text, without_secrets
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.kind import POSIX
-from tieredckpt.cli.app import app
 from tieredckpt.config import KvstoreTier, PosixTier, StoreConfig, dump_with_secrets, kinds, load, to_toml
 from tieredckpt.errors import Invalid, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierFailed
@@ -169,7 +168,7 @@ def test_show_has_no_secret_of_a_step_that_an_earlier_version_saved(
     with CheckpointStore.open(settings).sync() as store:
         store.save(1, {"w": np.ones(5000)}).reached("disk")
     assert CANARY.encode() in bytes_below(tmp_path / "disk")
-    shown = CliRunner().invoke(app, ["show", str(tmp_path / "disk"), *as_json])
+    shown = run("show", tmp_path / "disk", *as_json)
     assert shown.exit_code == 0
     assert "http" in shown.output
     assert CANARY not in shown.output

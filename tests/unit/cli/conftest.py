@@ -1,21 +1,16 @@
-"""A small store over RAM and two folders, and the command line to look at it with."""
+"""A small store over RAM and two folders."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
 from tieredckpt import CheckpointStore, SyncStore
-from tieredckpt.cli.app import app
 from tieredckpt.config import load, to_toml
-
-Run = Callable[..., Result]
 
 
 def tree(seed: int) -> dict[str, Any]:
@@ -26,28 +21,6 @@ def tree(seed: int) -> dict[str, Any]:
         "epoch": seed,
         "note": "first\nsecond",
     }
-
-
-@pytest.fixture
-def run() -> Run:
-    """Runs the command line in this process."""
-
-    def invoke(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    return invoke
-
-
-@pytest.fixture
-def told(run: Run) -> Callable[..., Any]:
-    """Runs a verb that succeeds with ``--json``, and returns what it tells."""
-
-    def invoke(*arguments: object) -> Any:
-        result = run(*arguments, "--json")
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)
-
-    return invoke
 
 
 @pytest.fixture

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import Result
+from support.command_line import run
 
 import tieredckpt
 
-Run = Callable[..., Result]
 VERBS = ("demo", "ls", "show", "verify", "restore", "promote", "evict", "collect", "agent")
 
 
@@ -33,7 +31,7 @@ def test_the_library_loads_neither_typer_nor_rich() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(run: Run, verb: str) -> None:
+def test_every_verb_explains_itself(verb: str) -> None:
     assert verb in run("--help").stdout
     result = run(verb, "--help")
     assert result.exit_code == 0
@@ -41,7 +39,7 @@ def test_every_verb_explains_itself(run: Run, verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["ls", "show", "verify", "restore", "collect"])
-def test_a_store_that_is_not_there_is_one_line_on_stderr_and_is_not_made(run: Run, tmp_path: Path, verb: str) -> None:
+def test_a_store_that_is_not_there_is_one_line_on_stderr_and_is_not_made(tmp_path: Path, verb: str) -> None:
     result = run(verb, tmp_path / "missing")
     assert result.exit_code == 1
     assert result.stdout == ""
@@ -50,7 +48,7 @@ def test_a_store_that_is_not_there_is_one_line_on_stderr_and_is_not_made(run: Ru
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_configuration_is_one_line_on_stderr(run: Run, tmp_path: Path) -> None:
+def test_a_wrong_configuration_is_one_line_on_stderr(tmp_path: Path) -> None:
     path = tmp_path / "ckpt.toml"
     path.write_text("[store]\nchunk_sise = 1\n[tiers.disk]\nkind = 'posix'\nretries = -1\n")
     result = run("ls", path)
@@ -64,11 +62,11 @@ def test_a_wrong_configuration_is_one_line_on_stderr(run: Run, tmp_path: Path) -
 @pytest.mark.parametrize(
     "arguments", [("ls",), ("ls", "here", "--nonsense"), ("promote", "here", "one", "disk"), ("nonsense",)]
 )
-def test_wrong_usage_exits_with_2(run: Run, arguments: tuple[str, ...]) -> None:
+def test_wrong_usage_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2
 
 
-def test_the_log_of_the_library_is_shown_when_asked_for_and_left_as_it_was(run: Run, trained: Path) -> None:
+def test_the_log_of_the_library_is_shown_when_asked_for_and_left_as_it_was(trained: Path) -> None:
     log = logging.getLogger("tieredckpt")
     before = (log.level, log.propagate, list(log.handlers))
     manifest = next((trained.parent / "disk" / "steps").glob("0000000002-*/manifest.ocdbt"))

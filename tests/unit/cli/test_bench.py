@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.command_line import run, told
 from support.lookalike import library, missing
-from typer.testing import Result
 
 from tieredckpt.bench import chfs as bench
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.store import ChfsStore
 from tieredckpt.config import load, to_toml
 from tieredckpt.errors import TierUnavailable
-
-Run = Callable[..., Result]
-Told = Callable[..., Any]
 
 
 @pytest.fixture
@@ -53,7 +48,7 @@ async def left(chfs: Path) -> list[str]:
     return listed + [path.name for path in (chfs / "servers").rglob("*") if not path.is_dir()]
 
 
-def test_every_figure_is_told_and_nothing_is_left(told: Told, over_chfs: Path, chfs: Path, tmp_path: Path) -> None:
+def test_every_figure_is_told_and_nothing_is_left(over_chfs: Path, chfs: Path, tmp_path: Path) -> None:
     media = [tmp_path / "medium", tmp_path / "shared"]
     for folder in media:
         folder.mkdir()
@@ -73,7 +68,7 @@ def test_every_figure_is_told_and_nothing_is_left(told: Told, over_chfs: Path, c
     assert [list(folder.iterdir()) for folder in media] == [[], []]
 
 
-def test_people_see_a_table(run: Run, over_chfs: Path) -> None:
+def test_people_see_a_table(over_chfs: Path) -> None:
     result = run("bench", "chfs", over_chfs, "--size", "1 MiB", "--rounds", 1)
     assert result.exit_code == 0, result.output
     assert "write worker" in result.stdout
@@ -97,7 +92,7 @@ async def test_what_fails_in_the_middle_leaves_nothing_either(
     assert await left(chfs) == []
 
 
-def test_a_loop_that_libchfs_ends_is_an_error(run: Run, over_chfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_libchfs_ends_is_an_error(over_chfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(bench.BareLoop):
         def __init__(self, library: str, server: str, **sizes: int) -> None:
             super().__init__(library, "nonsense", **sizes)
@@ -111,20 +106,18 @@ def test_a_loop_that_libchfs_ends_is_an_error(run: Run, over_chfs: Path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "told"), [([], "no chfs tier"), (["--tier", "disk"], "no chfs tier of the name 'disk'")]
 )
-def test_a_configuration_without_a_chfs_tier_is_refused(
-    run: Run, config: Path, arguments: list[str], told: str
-) -> None:
+def test_a_configuration_without_a_chfs_tier_is_refused(config: Path, arguments: list[str], told: str) -> None:
     result = run("bench", "chfs", config, *arguments)
     assert result.exit_code == 1
     assert told in result.output
 
 
-def test_one_of_several_has_to_be_chosen(run: Run, config: Path) -> None:
+def test_one_of_several_has_to_be_chosen(config: Path) -> None:
     config.write_text('[tiers.a]\nkind = "chfs"\npath = "/a"\n[tiers.b]\nkind = "chfs"\npath = "/b"\n')
     result = run("bench", "chfs", config)
     assert result.exit_code == 1
     assert "--tier" in result.output
 
 
-def test_too_few_bytes_are_refused(run: Run, config: Path) -> None:
+def test_too_few_bytes_are_refused(config: Path) -> None:
     assert run("bench", "chfs", config, "--size", "1000 B").exit_code == 2

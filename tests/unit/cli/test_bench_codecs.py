@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.command_line import run, told
 from support.scenes import config, folder
-from typer.testing import Result
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import to_toml
@@ -33,7 +32,7 @@ async def save(place: Path, tree: Any = TREE) -> None:
         await store.save(3, tree)
 
 
-async def test_every_codec_is_measured_on_the_arrays_of_a_step(told: Callable[..., Any], tmp_path: Path) -> None:
+async def test_every_codec_is_measured_on_the_arrays_of_a_step(tmp_path: Path) -> None:
     await save(tmp_path / "disk")
     found = told("bench", "codecs", tmp_path / "disk", "--step", 3)
     assert found["step"] == 3
@@ -53,16 +52,14 @@ async def test_every_codec_is_measured_on_the_arrays_of_a_step(told: Callable[..
     assert {row["arrays"] for row in some["rows"]} == {"opt float32", "opt int64", "all"}
 
 
-async def test_people_get_a_table(run: Callable[..., Result], tmp_path: Path) -> None:
+async def test_people_get_a_table(tmp_path: Path) -> None:
     await save(tmp_path / "disk")
     shown = run("bench", "codecs", tmp_path / "disk").stdout
     assert "small" in shown
     assert "on devices below" in shown
 
 
-async def test_the_largest_error_of_rounded_values_is_told(
-    told: Callable[..., Any], run: Callable[..., Result], tmp_path: Path
-) -> None:
+async def test_the_largest_error_of_rounded_values_is_told(tmp_path: Path) -> None:
     await save(tmp_path / "disk", TWO_AXES)
     rows = told("bench", "codecs", tmp_path / "disk", "--max-error", "0.4%")["rows"]
     worst = {row["arrays"]: row["worst"] for row in rows}
@@ -73,9 +70,7 @@ async def test_the_largest_error_of_rounded_values_is_told(
     assert all(row["worst"] is None for row in told("bench", "codecs", tmp_path / "disk")["rows"])
 
 
-async def test_the_largest_error_of_each_lossy_rule_is_told(
-    told: Callable[..., Any], run: Callable[..., Result], tmp_path: Path
-) -> None:
+async def test_the_largest_error_of_each_lossy_rule_is_told(tmp_path: Path) -> None:
     rules = [
         {"keys": ["params/**"], "max_error": "6.25%"},
         {"keys": ["opt/m"], "max_abs_error": 0.01},
@@ -101,7 +96,7 @@ async def test_the_largest_error_of_each_lossy_rule_is_told(
 
 @pytest.mark.parametrize("more", [(), ("--max-error", "0.4%")], ids=["exact", "lossy"])
 async def test_the_time_until_a_step_is_durable_is_measured_through_the_promotion(
-    told: Callable[..., Any], run: Callable[..., Result], tmp_path: Path, more: tuple[str, ...]
+    tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     await save(tmp_path / "disk", TWO_AXES)
     (tmp_path / "device").mkdir()
@@ -119,13 +114,11 @@ async def test_the_time_until_a_step_is_durable_is_measured_through_the_promotio
     assert "configuration:" not in shown.output
 
 
-async def test_a_part_of_each_array_is_promoted_where_less_is_asked_for(
-    told: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_a_part_of_each_array_is_promoted_where_less_is_asked_for(tmp_path: Path) -> None:
     await save(tmp_path / "disk", TWO_AXES)
     found = told("bench", "codecs", tmp_path / "disk", "--folder", tmp_path, "--size", "200 KB")["durable"]
     assert all(170_000 < row["nbytes"] < 230_000 for row in found)
 
 
-def test_a_bandwidth_of_no_device_is_refused(run: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_bandwidth_of_no_device_is_refused(tmp_path: Path) -> None:
     assert "--folder" in str(run("bench", "codecs", tmp_path, "--bandwidth", "1GB/s").output)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from typer.testing import Result
-
-Run = Callable[..., Result]
-Told = Callable[..., Any]
+from support.command_line import run, told
 
 
-def test_steps_are_copied_once_and_a_copy_is_a_store(run: Run, told: Told, trained: Path, tmp_path: Path) -> None:
+def test_steps_are_copied_once_and_a_copy_is_a_store(trained: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     (two,) = told("copy", trained, target, "--steps", "2")
     assert two["step"] == 2
@@ -26,7 +21,7 @@ def test_steps_are_copied_once_and_a_copy_is_a_store(run: Run, told: Told, train
     assert "copied" in run("copy", trained, target).stdout
 
 
-def test_what_is_not_copied_is_an_error(run: Run, trained: Path, tmp_path: Path) -> None:
+def test_what_is_not_copied_is_an_error(trained: Path, tmp_path: Path) -> None:
     for pack in (trained.parent / "disk" / "packs").rglob("*.pack"):
         data = bytearray(pack.read_bytes())
         data[100] ^= 1

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import Result
+from support.command_line import run
 
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import demo
 from tieredckpt.cli.demo_training import digest, initial_state, train_step
-
-Run = Callable[..., Result]
 
 SAME = "The weights are bit for bit those of the training that was never interrupted."
 
@@ -72,7 +70,7 @@ def test_a_killed_training_goes_on_from_ram_to_the_same_bits(temporary: Path) ->
     assert list(temporary.iterdir()) == []
 
 
-def test_where_ram_ends_with_the_process_the_disk_is_used_and_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_ram_ends_with_the_process_the_disk_is_used_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     kill = demo._Training.kill
 
     def kill_with_memory(training: demo._Training) -> None:
@@ -88,7 +86,7 @@ def test_where_ram_ends_with_the_process_the_disk_is_used_and_said(run: Run, mon
     assert SAME in result.stdout
 
 
-def test_other_bits_are_a_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_bits_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     train = demo._training
 
     @contextmanager
@@ -104,7 +102,7 @@ def test_other_bits_are_a_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_training_that_does_not_start_is_an_error_with_its_own_words(
-    run: Run, monkeypatch: pytest.MonkeyPatch, temporary: Path
+    monkeypatch: pytest.MonkeyPatch, temporary: Path
 ) -> None:
     monkeypatch.setenv("PYTHONHOME", str(temporary))
     result = run("demo", "--steps", 6)
@@ -114,7 +112,7 @@ def test_a_training_that_does_not_start_is_an_error_with_its_own_words(
     assert list(temporary.iterdir()) == []
 
 
-def test_keep_leaves_a_store_to_look_at(run: Run, temporary: Path) -> None:
+def test_keep_leaves_a_store_to_look_at(temporary: Path) -> None:
     result = run("demo", "--steps", 6, "--keep")
     assert result.exit_code == 0, result.output
     (folder,) = temporary.iterdir()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command_line import run, told
 from support.lookalike import missing
-from typer.testing import Result
 
 from tieredckpt import SyncStore
 from tieredckpt.blobs.chfs import choice
@@ -20,21 +19,16 @@ from tieredckpt.config import load, to_toml
 from tieredckpt.devices.examine import page_locking
 from tieredckpt.testing.devices import FakeDriver
 
-Run = Callable[..., Result]
-Told = Callable[..., Any]
-
 
 def outcomes(told: list[dict[str, Any]]) -> dict[str, bool]:
     return {check["name"]: check["ok"] for check in told}
 
 
-def test_the_machine_alone_can_be_looked_at(told: Told) -> None:
+def test_the_machine_alone_can_be_looked_at() -> None:
     assert outcomes(told("doctor")["machine"])["memory"]
 
 
-def test_a_driver_that_refuses_shared_memory_is_not_ok_but_slower(
-    run: Run, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_refuses_shared_memory_is_not_ok_but_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeDriver(lockable=0) as driver:
         monkeypatch.setattr(cli, "devices", lambda: iter([("page-locking", page_locking(driver))]))
         (check,) = [each for each in told("doctor")["machine"] if each["name"] == "page-locking"]
@@ -49,7 +43,7 @@ def test_a_driver_that_refuses_shared_memory_is_not_ok_but_slower(
         assert word in check["detail"]
 
 
-def test_every_tier_is_tried_and_left_as_it_was(told: Told, trained: Path) -> None:
+def test_every_tier_is_tried_and_left_as_it_was(trained: Path) -> None:
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in trained.parent.rglob("*") if path.is_file()}
 
@@ -61,14 +55,14 @@ def test_every_tier_is_tried_and_left_as_it_was(told: Told, trained: Path) -> No
     assert files() == before
 
 
-def test_it_runs_beside_a_trainer(run: Run, config: Path, training: SyncStore) -> None:
+def test_it_runs_beside_a_trainer(config: Path, training: SyncStore) -> None:
     result = run("doctor", config, "--size", "1 MiB")
     assert result.exit_code == 0, result.output
     assert "all is well" in result.stdout
     training.verify()
 
 
-def test_a_tier_that_cannot_be_used_is_named_and_the_others_are_tried(run: Run, config: Path) -> None:
+def test_a_tier_that_cannot_be_used_is_named_and_the_others_are_tried(config: Path) -> None:
     (config.parent / "disk").write_text("a file where the tier's folder belongs")
     result = run("doctor", config, "--size", "1 MiB")
     assert result.exit_code == 1
@@ -80,7 +74,7 @@ def test_a_tier_that_cannot_be_used_is_named_and_the_others_are_tried(run: Run, 
     assert "large read" in archive
 
 
-def test_a_marker_is_told_of_and_one_that_is_damaged_is_wrong(told: Told, run: Run, trained: Path) -> None:
+def test_a_marker_is_told_of_and_one_that_is_damaged_is_wrong(trained: Path) -> None:
     """Of a store that no command could open it said that all is well."""
     marker = trained.parent / "disk" / "tieredckpt.json"
     checks = told("doctor", trained, "--size", "1 MiB")["tiers"]["disk"]
@@ -94,14 +88,14 @@ def test_a_marker_is_told_of_and_one_that_is_damaged_is_wrong(told: Told, run: R
     assert "does not mark a tieredckpt store" in wrong
 
 
-def test_one_tier_may_be_chosen(told: Told, run: Run, config: Path) -> None:
+def test_one_tier_may_be_chosen(config: Path) -> None:
     assert set(told("doctor", config, "--tier", "disk", "--size", "1 MiB")["tiers"]) == {"disk"}
     result = run("doctor", config, "--tier", "dsik")
     assert result.exit_code == 2
     assert "archive" in result.output
 
 
-def test_the_places_of_exports_are_tried(told: Told, run: Run, config: Path, tmp_path: Path) -> None:
+def test_the_places_of_exports_are_tried(config: Path, tmp_path: Path) -> None:
     good, bad = tmp_path / "exported", tmp_path / "a file"
     with config.open("a") as file:
         file.write(f'\n[exports.good]\nformat = "npz"\nto = "{good}"\n')
@@ -116,7 +110,7 @@ def test_the_places_of_exports_are_tried(told: Told, run: Run, config: Path, tmp
     assert "WRONG" not in result.stdout.partition("export bad")[0]
 
 
-def test_more_ram_than_there_is_is_told(run: Run, config: Path) -> None:
+def test_more_ram_than_there_is_is_told(config: Path) -> None:
     config.write_text(re.sub(r"(?m)^capacity = .*$", 'capacity = "4000 TiB"', config.read_text()))
     result = run("doctor", config, "--tier", "ram")
     assert result.exit_code == 1
@@ -129,7 +123,7 @@ def chfs_tier(config: Path, chfs: Path, **more: object) -> Path:
     return config
 
 
-def test_it_says_which_way_a_tier_goes_to_chfs_and_why(told: Told, config: Path, tmp_path: Path) -> None:
+def test_it_says_which_way_a_tier_goes_to_chfs_and_why(config: Path, tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(why)
     checks = told("doctor", chfs_tier(config, tmp_path / "chfs"), "--size", "1 MiB")["tiers"]["pmem"]
@@ -144,7 +138,7 @@ def test_it_says_which_way_a_tier_goes_to_chfs_and_why(told: Told, config: Path,
 
 @pytest.mark.parametrize("servers", [None, 1])
 def test_it_advises_to_say_how_many_servers_there_are_to_be(
-    told: Told, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: int | None
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: int | None
 ) -> None:
     if why := missing():
         pytest.skip(why)
@@ -164,7 +158,7 @@ def test_it_advises_to_say_how_many_servers_there_are_to_be(
     ],
 )
 def test_it_says_what_chfs_lacks(
-    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], told: str
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], told: str
 ) -> None:
     if why := missing():
         pytest.skip(why)
@@ -177,7 +171,7 @@ def test_it_says_what_chfs_lacks(
 
 
 def test_it_says_that_the_client_of_chfs_is_missing(
-    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(choice, "_has_driver", lambda: False)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.command_line import run, told
 from support.insight import flip_chunk
 from support.scenes import folder, tree
-from typer.testing import Result
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import load, to_toml
 from tieredckpt.errors import Corrupt
 from tieredckpt.interchange import exporting, stored_step
-
-Run = Callable[..., Result]
-Told = Callable[..., Any]
 
 WEIGHTS = [f"params/w{i}" for i in range(4)]
 
@@ -54,7 +50,7 @@ VERBS = [("restore", "--to", "{}.npz"), ("export", "--to", "npz:{}.npz")]
 
 @pytest.mark.parametrize("verb", VERBS, ids=["restore", "export"])
 def test_a_lossy_copy_is_taken_where_it_is_asked_for_and_told(
-    run: Run, told: Told, kept: Path, tmp_path: Path, verb: tuple[str, str, str]
+    kept: Path, tmp_path: Path, verb: tuple[str, str, str]
 ) -> None:
     name, option, target = verb
     refused = run(name, kept, 1, option, target.format(tmp_path / "refused"))
@@ -76,7 +72,7 @@ def test_a_lossy_copy_is_taken_where_it_is_asked_for_and_told(
 
 @pytest.mark.parametrize("verb", VERBS, ids=["restore", "export"])
 def test_a_step_as_it_was_saved_goes_before_its_lossy_copy(
-    run: Run, told: Told, kept: Path, tmp_path: Path, verb: tuple[str, str, str]
+    kept: Path, tmp_path: Path, verb: tuple[str, str, str]
 ) -> None:
     name, option, target = verb
     found = told(name, kept, option, target.format(tmp_path / "two"), "--lossy")
@@ -89,7 +85,7 @@ def test_a_step_as_it_was_saved_goes_before_its_lossy_copy(
 
 @pytest.mark.parametrize("verb", VERBS, ids=["restore", "export"])
 async def test_arrays_that_are_read_one_by_one_are_all_of_the_lossy_copy_if_one_is_lost(
-    run: Run, told: Told, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: tuple[str, str, str]
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: tuple[str, str, str]
 ) -> None:
     monkeypatch.setattr(stored_step, "_PART", 1)
     await damage(kept)
@@ -103,7 +99,7 @@ async def test_arrays_that_are_read_one_by_one_are_all_of_the_lossy_copy_if_one_
         assert all(is_rounded(archive[key]) for key in WEIGHTS)
 
 
-async def test_a_summary_is_of_one_content(told: Told, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_summary_is_of_one_content(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_step, "_PART", 1)
     await damage(kept)
     found = told("restore", kept, 2, "--lossy")
@@ -114,7 +110,7 @@ async def test_a_summary_is_of_one_content(told: Told, kept: Path, monkeypatch: 
 
 
 def test_what_an_export_did_not_write_well_is_not_written_from_another_copy(
-    run: Run, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[object] = []
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
-from typer.testing import Result
+from support.command_line import run, told
 
 from tieredckpt import CheckpointStore, SyncStore
 from tieredckpt.cli import console
@@ -21,9 +19,6 @@ from tieredckpt.cli.ls import print_steps, print_tiers
 from tieredckpt.cli.opening import newest_step
 from tieredckpt.config import load
 
-Run = Callable[..., Result]
-Told = Callable[..., Any]
-
 HOSTILE = "\x1b]0;owned\x07[bold]\n\u202eloss"
 
 
@@ -31,7 +26,7 @@ def manifest(config: Path, step: int, tier: str = "disk") -> Path:
     return next((config.parent / tier / "steps").glob(f"{step:010}-*/manifest.ocdbt"))
 
 
-def test_ls_tells_steps_newest_last_and_where_they_are(told: Told, trained: Path) -> None:
+def test_ls_tells_steps_newest_last_and_where_they_are(trained: Path) -> None:
     found = told("ls", trained)
     assert [(step["step"], step["serial"]) for step in found["steps"]] == [(1, 1), (2, 2), (3, 3)]
     assert {tuple(step["tiers"]) for step in found["steps"]} == {("ram", "disk")}
@@ -44,13 +39,13 @@ def test_ls_tells_steps_newest_last_and_where_they_are(told: Told, trained: Path
     ]
 
 
-def test_ls_prints_a_row_for_each_step_and_tier(run: Run, trained: Path) -> None:
+def test_ls_prints_a_row_for_each_step_and_tier(trained: Path) -> None:
     lines = [line.split() for line in run("ls", trained).stdout.splitlines()]
     assert [line[0] for line in lines if line and line[-1] == "live"] == ["1", "2", "3"]
     assert [line[0] for line in lines if "ok" in line] == ["ram", "disk", "archive"]
 
 
-def test_ls_reads_beside_a_trainer_and_counts_as_it_does(told: Told, config: Path, training: SyncStore) -> None:
+def test_ls_reads_beside_a_trainer_and_counts_as_it_does(config: Path, training: SyncStore) -> None:
     found = told("ls", config)
     assert [step["step"] for step in found["steps"]] == [1]
     assert found["steps"][0]["metrics"] == {"loss": "nan"}
@@ -59,7 +54,7 @@ def test_ls_reads_beside_a_trainer_and_counts_as_it_does(told: Told, config: Pat
     assert mine["ram"][0] >= 100 * 64 * 4
 
 
-def test_looking_changes_nothing(run: Run, trained: Path) -> None:
+def test_looking_changes_nothing(trained: Path) -> None:
     def files() -> dict[Path, tuple[int, bytes]]:
         return {
             path: (path.stat().st_mtime_ns, path.read_bytes()) for path in trained.parent.rglob("*") if path.is_file()
@@ -71,7 +66,7 @@ def test_looking_changes_nothing(run: Run, trained: Path) -> None:
     assert files() == before
 
 
-def test_ls_tells_what_is_off_branch(told: Told, trained: Path) -> None:
+def test_ls_tells_what_is_off_branch(trained: Path) -> None:
     with CheckpointStore.open(trained).sync() as store:
         store.restore(1)
         store.save(2, {"other": np.ones(3)})
@@ -84,13 +79,13 @@ def test_ls_tells_what_is_off_branch(told: Told, trained: Path) -> None:
     ]
 
 
-def test_ls_tells_a_step_that_one_tier_cannot_read(told: Told, trained: Path) -> None:
+def test_ls_tells_a_step_that_one_tier_cannot_read(trained: Path) -> None:
     manifest(trained, 2).write_bytes(b"torn")
     step = told("ls", trained)["steps"][1]
     assert (step["tiers"], step["damaged"], step["state"]) == (["ram"], ["disk"], "live, damaged on disk")
 
 
-def test_ls_tells_a_step_that_no_tier_can_read(run: Run, told: Told, trained: Path, shared_memory: Path) -> None:
+def test_ls_tells_a_step_that_no_tier_can_read(trained: Path, shared_memory: Path) -> None:
     for path in shared_memory.rglob("manifest.ocdbt"):
         path.unlink()
     manifest(trained, 3).write_bytes(b"torn")
@@ -100,7 +95,7 @@ def test_ls_tells_a_step_that_no_tier_can_read(run: Run, told: Told, trained: Pa
     assert run("ls", trained).stdout.count("damaged on disk") == 1
 
 
-def test_an_empty_store_is_no_error_to_list_and_one_to_show(run: Run, config: Path) -> None:
+def test_an_empty_store_is_no_error_to_list_and_one_to_show(config: Path) -> None:
     with CheckpointStore.open(config).sync():
         pass
     assert "no steps" in run("ls", config).stdout
@@ -111,7 +106,7 @@ def test_an_empty_store_is_no_error_to_list_and_one_to_show(run: Run, config: Pa
         assert result.stderr.startswith("NotFound: no tier holds a step")
 
 
-def test_show_tells_all_of_a_step(told: Told, trained: Path) -> None:
+def test_show_tells_all_of_a_step(trained: Path) -> None:
     found = told("show", trained, 2)
     assert found["line"] == [[1, 2]]
     assert found["restored_from"] is None
@@ -126,19 +121,19 @@ def test_show_tells_all_of_a_step(told: Told, trained: Path) -> None:
     }
 
 
-def test_show_prints_all_of_a_step(run: Run, trained: Path) -> None:
+def test_show_prints_all_of_a_step(trained: Path) -> None:
     text = run("show", trained).stdout
     for part in ("loss=0.333333", "params/w", "100x64", "25 KiB", "never", r"first\nsecond", "live", "serials 1-3"):
         assert part in text
 
 
-def test_show_names_the_steps_there_are(run: Run, trained: Path) -> None:
+def test_show_names_the_steps_there_are(trained: Path) -> None:
     result = run("show", trained, 7)
     assert result.exit_code == 1
     assert result.stderr == "NotFound: no tier holds step 7 (held: 1, 2, 3)\n"
 
 
-def test_no_text_of_a_checkpoint_reaches_the_terminal_as_more_than_text(run: Run, config: Path, tmp_path: Path) -> None:
+def test_no_text_of_a_checkpoint_reaches_the_terminal_as_more_than_text(config: Path, tmp_path: Path) -> None:
     with CheckpointStore.open(config).sync() as store:
         store.save(1, {HOSTILE: np.ones(2), "s": HOSTILE}, metrics={HOSTILE: 1.0})
     for arguments in (
@@ -177,7 +172,7 @@ def test_numbers_and_times_stay_whole_on_a_narrow_terminal(
     assert max(map(len, capsys.readouterr().out.splitlines()), default=0) <= 80
 
 
-def test_ram_that_was_given_back_in_order_is_no_fault(run: Run, told: Told, config: Path) -> None:
+def test_ram_that_was_given_back_in_order_is_no_fault(config: Path) -> None:
     config.write_text(config.read_text().replace('on_close = "keep"', 'on_close = "auto"'))
     with CheckpointStore.open(config).sync() as store:
         store.save(1, {"w": np.ones(4)})
@@ -189,7 +184,7 @@ def test_ram_that_was_given_back_in_order_is_no_fault(run: Run, told: Told, conf
     assert "fail" not in result.output
 
 
-def test_ls_and_show_mark_lossy_copies(run: Run, told: Told, tmp_path: Path) -> None:
+def test_ls_and_show_mark_lossy_copies(tmp_path: Path) -> None:
     place = str(tmp_path / "disk").replace("$", "$$")
     toml = tmp_path / "ckpt.toml"
     toml.write_text(
@@ -215,7 +210,7 @@ def test_ls_and_show_mark_lossy_copies(run: Run, told: Told, tmp_path: Path) -> 
     assert "lossy" in refused.output
 
 
-def test_a_store_of_which_lossy_copies_alone_are_left_is_found(told: Told, tmp_path: Path) -> None:
+def test_a_store_of_which_lossy_copies_alone_are_left_is_found(tmp_path: Path) -> None:
     toml = tmp_path / "ckpt.toml"
     toml.write_text(
         '[tiers.disk]\nkind = "posix"\npath = "disk"\n'

@@ -8,15 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from support.command_line import run, told
 
 from tieredckpt import CheckpointStore
 from tieredckpt.cli import simulate
 
-Told = Callable[..., Any]
 JOB = ("--nodes", 100, "--state", "1TB", "--step-time", "10s", "--mtbf", "20min", "--bandwidth", "disk=20GB/s/node")
 
 
@@ -37,14 +36,14 @@ def settings(tmp_path: Path) -> Path:
     return path
 
 
-def test_plan_and_simulation_expect_the_same(told: Told, settings: Path) -> None:
+def test_plan_and_simulation_expect_the_same(settings: Path) -> None:
     planned, simulated = told("plan", settings, *JOB), told("simulate", settings, *JOB, "--days", 3)
     assert simulated["ettr"] == pytest.approx(planned["ettr"], abs=0.02)
     assert simulated["restores"].keys() == {"disk"}  # all failures are nodes', whose RAM is gone
     assert planned["losses"][1]["tier"] == "disk"
 
 
-def test_both_say_what_codecs_do_for_each_slower_tier(told: Told, settings: Path) -> None:
+def test_both_say_what_codecs_do_for_each_slower_tier(settings: Path) -> None:
     settings.write_text(settings.read_text() + 'codec = "small"\n')
     planned, simulated = told("plan", settings, *JOB), told("simulate", settings, *JOB, "--days", 0.1)
     assert planned["codecs"] == simulated["codecs"]
@@ -56,7 +55,7 @@ def test_both_say_what_codecs_do_for_each_slower_tier(told: Told, settings: Path
     assert "codecs" in {each["what"] for each in planned["assumed"]}
 
 
-def test_people_get_tables(run: Callable[..., Any], settings: Path) -> None:
+def test_people_get_tables(settings: Path) -> None:
     planned, simulated = run("plan", settings, *JOB), run("simulate", settings, *JOB, "--days", 1)
     assert planned.exit_code == simulated.exit_code == 0
     assert "expected ETTR" in planned.stdout
@@ -64,12 +63,12 @@ def test_people_get_tables(run: Callable[..., Any], settings: Path) -> None:
     assert "where the time went" in simulated.stdout
 
 
-def test_an_interval_of_the_command_line_replaces_the_schedule(told: Told, settings: Path) -> None:
+def test_an_interval_of_the_command_line_replaces_the_schedule(settings: Path) -> None:
     found = told("simulate", settings, *JOB, "--days", 1, "--interval", "5min")
     assert found["interval"] == pytest.approx(300, rel=0.2)
 
 
-def test_a_simulation_draws_its_picture(told: Told, settings: Path, tmp_path: Path) -> None:
+def test_a_simulation_draws_its_picture(settings: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = told("simulate", settings, *JOB, "--days", 0.1, "--picture", tmp_path / "ettr.svg")
     assert len(found["sweep"]) > 3
@@ -78,7 +77,7 @@ def test_a_simulation_draws_its_picture(told: Told, settings: Path, tmp_path: Pa
     assert "by formula" in text
 
 
-def test_a_plan_measures_what_is_not_told(told: Told, settings: Path, tmp_path: Path) -> None:
+def test_a_plan_measures_what_is_not_told(settings: Path, tmp_path: Path) -> None:
     found = told("plan", settings, "--measure", "--size", "1MiB")
     assert [tier["assumed"] for tier in found["tiers"]] == [False, False]
     assert not [path for path in tmp_path.rglob("checkup/*") if path.is_file()]
@@ -96,24 +95,20 @@ def test_a_plan_measures_what_is_not_told(told: Told, settings: Path, tmp_path: 
         (("--mtbf", "1h", "--failures", "node=0"), "all 0"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_write(
-    run: Callable[..., Any], settings: Path, options: tuple[str, ...], what: str
-) -> None:
+def test_what_cannot_be_is_refused_with_what_to_write(settings: Path, options: tuple[str, ...], what: str) -> None:
     for verb in ("plan", "simulate"):
         result = run(verb, settings, *options)
         assert result.exit_code == 1
         assert what in result.stderr
 
 
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
-    run: Callable[..., Any], settings: Path, tmp_path: Path
-) -> None:
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(settings: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "x.svg", tmp_path / "x.txt"):
         result = run("simulate", settings, "--picture", path, "--days", 100_000)
         assert result.exit_code == 1
 
 
-def test_a_simulation_without_end_is_refused(run: Callable[..., Any], settings: Path) -> None:
+def test_a_simulation_without_end_is_refused(settings: Path) -> None:
     result = run("simulate", settings, "--days", "inf")
     assert (result.exit_code, "--days" in result.stderr) == (2, True)
 
@@ -138,8 +133,8 @@ def test_the_command_line_starts_without_what_only_a_simulation_needs() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_speed_or_size_without_a_unit_is_refused(run: Callable[..., Any], settings: Path, trained: Path) -> None:
-    for verb, told in (
+def test_a_speed_or_size_without_a_unit_is_refused(settings: Path, trained: Path) -> None:
+    for verb, problem in (
         (("plan", settings, "--bandwidth", "disk=2"), "--bandwidth disk=2: a speed needs a unit; write '2 GB/s'"),
         (
             ("simulate", settings, "--read-bandwidth", "disk=2/s/node"),
@@ -161,16 +156,16 @@ def test_a_speed_or_size_without_a_unit_is_refused(run: Callable[..., Any], sett
     ):
         result = run(*verb)
         assert result.exit_code != 0
-        assert told in " ".join(result.stderr.replace("\u2502", " ").split())
+        assert problem in " ".join(result.stderr.replace("\u2502", " ").split())
 
 
-def test_a_plan_counts_all_steps_that_a_policy_retains(told: Told, settings: Path) -> None:
+def test_a_plan_counts_all_steps_that_a_policy_retains(settings: Path) -> None:
     settings.write_text(settings.read_text() + 'retain = { kind = "last_n", n = 50 }\n')
     tier = told("plan", settings, "--state", "10GiB")["tiers"][1]
     assert (tier["steps"], tier["nbytes"], tier["growing"]) == (50, 500 << 30, False)
 
 
-def test_a_plan_says_what_has_no_end(run: Callable[..., Any], settings: Path) -> None:
+def test_a_plan_says_what_has_no_end(settings: Path) -> None:
     settings.write_text(settings.read_text() + 'retain = "all"\n')
     text = run("plan", settings, "--state", "10GiB").stdout
     found = re.search(r"(\d+), growing", text)
@@ -179,7 +174,7 @@ def test_a_plan_says_what_has_no_end(run: Callable[..., Any], settings: Path) ->
     assert "of training the policies still retain more and more" in text
 
 
-def test_a_plan_takes_the_size_of_the_newest_step_of_a_store(told: Told, trained: Path) -> None:
+def test_a_plan_takes_the_size_of_the_newest_step_of_a_store(trained: Path) -> None:
     found = told("plan", trained, "--bandwidth", "ram=1GB/s", "--mtbf", "1d")
     (state,) = [each for each in found["assumed"] if each["what"] == "state"]
     assert state["why"] == "step 3 of this store has so many"
@@ -187,26 +182,26 @@ def test_a_plan_takes_the_size_of_the_newest_step_of_a_store(told: Told, trained
     assert found["tiers"][0]["restore"] == pytest.approx((100 * 64 * 4 + 40) / 1e9)
 
 
-def test_assumptions_are_printed_and_always_include_failures(run: Callable[..., Any], settings: Path) -> None:
+def test_assumptions_are_printed_and_always_include_failures(settings: Path) -> None:
     for verb, more in (("plan", ()), ("simulate", ("--days", 0.05))):
         text = run(verb, settings, "--nodes", 131072, *more).stdout
         for part in ("assumed", "3.73 PiB", "2 min 54 s", "arXiv:2407.21783", "all of one node", "speed of disk"):
             assert part in text
 
 
-def test_what_was_said_is_not_assumed(told: Told, settings: Path) -> None:
+def test_what_was_said_is_not_assumed(settings: Path) -> None:
     said = (*JOB, "--bandwidth", "ram=5GB/s/node", "--failures", "node=1", "--restart", "1min", "--changed", 1)
     for verb, more in (("plan", ()), ("simulate", ("--days", 0.05))):
         assert told(verb, settings, *said, *more)["assumed"] == []
 
 
-def test_what_many_nodes_share_is_not_measured_by_one(run: Callable[..., Any], told: Told, settings: Path) -> None:
+def test_what_many_nodes_share_is_not_measured_by_one(settings: Path) -> None:
     measured = ("plan", settings, "--measure", "--size", "1MiB", "--nodes", 10)
     assert [tier["assumed"] for tier in told(*measured)["tiers"]] == [False, True]
     assert "give --bandwidth disk=RATE" in run(*measured).stderr
 
 
-def test_a_disk_of_each_nodes_own_is_told_to_be_none(told: Told, run: Callable[..., Any], settings: Path) -> None:
+def test_a_disk_of_each_nodes_own_is_told_to_be_none(settings: Path) -> None:
     for verb, more in (("plan", ()), ("simulate", ("--days", 0.05))):
         (doubt,) = told(verb, settings, *JOB, *more)["doubts"]
         assert "tier disk is taken for one place that all 100 nodes see" in doubt
@@ -214,9 +209,7 @@ def test_a_disk_of_each_nodes_own_is_told_to_be_none(told: Told, run: Callable[.
         assert told(verb, settings, *JOB, *more, "--nodes", 1)["doubts"] == []
 
 
-def test_a_simulation_tells_how_far_it_is(
-    settings: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
-) -> None:
+def test_a_simulation_tells_how_far_it_is(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
 
     @contextmanager
@@ -233,7 +226,7 @@ def test_a_simulation_tells_how_far_it_is(
 
 
 @pytest.mark.parametrize("verb", [("plan",), ("simulate", "--days", "0.05")])
-def test_what_is_assumed_of_lossy_rules_is_told(told: Told, tmp_path: Path, verb: tuple[str, ...]) -> None:
+def test_what_is_assumed_of_lossy_rules_is_told(tmp_path: Path, verb: tuple[str, ...]) -> None:
     path = tmp_path / "job.toml"
     path.write_text(
         """

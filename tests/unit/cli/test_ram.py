@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.command_line import run, told
 from support.scenes import ram_in
-from typer.testing import Result
 
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.blobs.ram.find import find_ram
@@ -20,9 +19,6 @@ from tieredckpt.config import to_toml
 from tieredckpt.engine.opening.change_identity import fork
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.errors import Conflict
-
-Run = Callable[..., Result]
-Told = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +55,7 @@ def newest(disk: Path) -> int | None:
     return None if restored is None else restored.step
 
 
-def test_all_ram_is_listed_with_whose_it_is(run: Run, told: Told, tmp_path: Path, root: Path) -> None:
+def test_all_ram_is_listed_with_whose_it_is(tmp_path: Path, root: Path) -> None:
     one, two = killed(tmp_path / "one", 1), killed(tmp_path / "two", 1, 2, 3)
     shutil.rmtree(tmp_path / "one")
     found = {each["store"]: each for each in told("ls", "--ram")}
@@ -78,9 +74,7 @@ def test_all_ram_is_listed_with_whose_it_is(run: Run, told: Told, tmp_path: Path
     assert one in run("doctor", tmp_path / "two").output
 
 
-def test_the_ram_of_a_store_that_is_named_is_listed_alone(
-    run: Run, told: Told, tmp_path: Path, shared_memory: Path
-) -> None:
+def test_the_ram_of_a_store_that_is_named_is_listed_alone(tmp_path: Path, shared_memory: Path) -> None:
     one, two = killed(tmp_path / "one", 1), killed(tmp_path / "two", 1, path=shared_memory / "elsewhere")
     settings_file = tmp_path / "two.toml"
     settings_file.write_text(to_toml(settings(tmp_path / "two", path=shared_memory / "elsewhere")))
@@ -90,12 +84,12 @@ def test_the_ram_of_a_store_that_is_named_is_listed_alone(
     assert "no RAM of this store" in run("ls", tmp_path / "three", "--ram").output
 
 
-def test_no_store_and_no_option_is_wrong_usage(run: Run) -> None:
+def test_no_store_and_no_option_is_wrong_usage() -> None:
     assert run("ls").exit_code == 2
     assert run("forget").exit_code == 2
 
 
-def test_what_has_lost_its_folder_is_forgotten_and_nothing_else(told: Told, tmp_path: Path, root: Path) -> None:
+def test_what_has_lost_its_folder_is_forgotten_and_nothing_else(tmp_path: Path, root: Path) -> None:
     one, two = killed(tmp_path / "one", 1), killed(tmp_path / "two", 1)
     shutil.rmtree(tmp_path / "one")
     assert [each["store"] for each in told("forget", "--gone")] == [one]
@@ -105,7 +99,7 @@ def test_what_has_lost_its_folder_is_forgotten_and_nothing_else(told: Told, tmp_
     assert not root.exists()
 
 
-def test_a_folder_that_was_never_reached_is_not_gone(told: Told, tmp_path: Path, root: Path) -> None:
+def test_a_folder_that_was_never_reached_is_not_gone(tmp_path: Path, root: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     store = CheckpointStore.open(settings(tmp_path / "file" / "disk")).sync()
     store.__enter__()
@@ -116,9 +110,7 @@ def test_a_folder_that_was_never_reached_is_not_gone(told: Told, tmp_path: Path,
     assert found["places"] == {str(tmp_path / "file" / "disk"): "never seen"}
 
 
-def test_forgetting_what_a_version_before_left_leaves_the_stores_beside_it(
-    told: Told, tmp_path: Path, root: Path
-) -> None:
+def test_forgetting_what_a_version_before_left_leaves_the_stores_beside_it(tmp_path: Path, root: Path) -> None:
     one = killed(tmp_path / "one", 1)
     for path in list((root / one).iterdir()):
         path.rename(root / path.name)
@@ -130,7 +122,7 @@ def test_forgetting_what_a_version_before_left_leaves_the_stores_beside_it(
     assert newest(tmp_path / "two") == 2
 
 
-def test_an_agent_brings_back_nothing_that_a_person_removed(run: Run, tmp_path: Path) -> None:
+def test_an_agent_brings_back_nothing_that_a_person_removed(tmp_path: Path) -> None:
     disk, settings_file = tmp_path / "disk", tmp_path / "ckpt.toml"
     killed(disk, 1, 2)
     shutil.rmtree(disk)
@@ -139,7 +131,7 @@ def test_an_agent_brings_back_nothing_that_a_person_removed(run: Run, tmp_path: 
     assert not disk.exists()
 
 
-def test_a_fork_that_was_cut_off_is_gone_on_with(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_that_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = tmp_path / "disk"
     killed(disk, 2, 3)
 
@@ -155,7 +147,7 @@ def test_a_fork_that_was_cut_off_is_gone_on_with(told: Told, tmp_path: Path, mon
     assert killed(disk, 5) == forked["store"]
 
 
-def test_ram_that_is_in_use_is_not_forgotten(run: Run, tmp_path: Path, root: Path) -> None:
+def test_ram_that_is_in_use_is_not_forgotten(tmp_path: Path, root: Path) -> None:
     uuid = killed(tmp_path / "one", 1)
     with CheckpointStore.open(settings(tmp_path / "one")).sync() as store:
         refused = run("forget", uuid)
@@ -166,7 +158,7 @@ def test_ram_that_is_in_use_is_not_forgotten(run: Run, tmp_path: Path, root: Pat
     assert run("forget", "--gone").exit_code == 0
 
 
-def test_a_removed_folder_is_adopted_by_what_ram_holds(run: Run, told: Told, tmp_path: Path) -> None:
+def test_a_removed_folder_is_adopted_by_what_ram_holds(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     uuid = killed(disk, 1)
     shutil.rmtree(disk)
@@ -176,7 +168,7 @@ def test_a_removed_folder_is_adopted_by_what_ram_holds(run: Run, told: Told, tmp
     assert newest(disk) == 1
 
 
-def test_what_holds_steps_of_another_store_is_not_adopted(run: Run, tmp_path: Path) -> None:
+def test_what_holds_steps_of_another_store_is_not_adopted(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     uuid = killed(disk, 1)
     shutil.rmtree(disk)
@@ -188,7 +180,7 @@ def test_what_holds_steps_of_another_store_is_not_adopted(run: Run, tmp_path: Pa
     assert newest(tmp_path / "new") == 1
 
 
-def test_a_copy_that_was_forked_goes_on_beside_the_other(run: Run, told: Told, tmp_path: Path) -> None:
+def test_a_copy_that_was_forked_goes_on_beside_the_other(tmp_path: Path) -> None:
     disk, copy = tmp_path / "disk", tmp_path / "copy"
     uuid = killed(disk, 2, 3)
     shutil.copytree(disk, copy)
@@ -203,7 +195,7 @@ def test_a_copy_that_was_forked_goes_on_beside_the_other(run: Run, told: Told, t
         assert [step.step for step in store.steps()] == [2, 4]
 
 
-def test_ram_goes_with_the_folder_that_is_forked(told: Told, tmp_path: Path, root: Path) -> None:
+def test_ram_goes_with_the_folder_that_is_forked(tmp_path: Path, root: Path) -> None:
     disk, copy = tmp_path / "disk", tmp_path / "copy"
     uuid = killed(disk, 2, 3)
     shutil.copytree(disk, copy)
@@ -216,7 +208,7 @@ def test_ram_goes_with_the_folder_that_is_forked(told: Told, tmp_path: Path, roo
     assert sorted(path.name for path in root.iterdir() if not path.is_symlink()) == sorted([uuid, forked["store"]])
 
 
-def test_what_a_trainer_writes_to_is_not_forked(run: Run, tmp_path: Path) -> None:
+def test_what_a_trainer_writes_to_is_not_forked(tmp_path: Path) -> None:
     with CheckpointStore.open(settings(tmp_path / "disk")).sync() as store:
         store.save(1, {"w": np.ones(3)})
         refused = run("fork", tmp_path / "disk")
@@ -225,7 +217,7 @@ def test_what_a_trainer_writes_to_is_not_forked(run: Run, tmp_path: Path) -> Non
         store.flush()
 
 
-def test_ram_at_a_path_of_its_own_is_named_by_that(told: Told, tmp_path: Path, shared_memory: Path) -> None:
+def test_ram_at_a_path_of_its_own_is_named_by_that(tmp_path: Path, shared_memory: Path) -> None:
     path = shared_memory / "own"
     uuid = killed(tmp_path / "disk", 1, path=path)
     assert told("ls", "--ram") == []

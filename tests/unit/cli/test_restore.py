@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 from urllib.parse import unquote
@@ -15,14 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import Result
+from support.command_line import run, told
 
 from tieredckpt import CheckpointStore
 from tieredckpt.interchange import stored_step
 from tieredckpt.interchange.numpy_files import INDEX, file_name, member_name
-
-Run = Callable[..., Result]
-Told = Callable[..., Any]
 
 
 def save(config: Path, tree: Any) -> None:
@@ -31,7 +27,7 @@ def save(config: Path, tree: Any) -> None:
         store.flush()
 
 
-def test_a_summary_tells_dtype_shape_and_values(told: Told, trained: Path) -> None:
+def test_a_summary_tells_dtype_shape_and_values(trained: Path) -> None:
     found = told("restore", trained, 2, "--keys", "params/*")
     weights = np.random.default_rng(2).standard_normal((100, 64)).astype(np.float32)
     assert found["arrays"][0] == {
@@ -61,9 +57,7 @@ def test_a_summary_tells_dtype_shape_and_values(told: Told, trained: Path) -> No
     ],
     ids=str,
 )
-def test_every_dtype_can_be_looked_at_and_extracted(
-    run: Run, told: Told, config: Path, tmp_path: Path, array: np.ndarray
-) -> None:
+def test_every_dtype_can_be_looked_at_and_extracted(config: Path, tmp_path: Path, array: np.ndarray) -> None:
     save(config, {"a": array})
     assert run("restore", config).exit_code == 0
     assert told("restore", config)["arrays"][0]["shape"] == list(array.shape)
@@ -74,7 +68,7 @@ def test_every_dtype_can_be_looked_at_and_extracted(
 
 @pytest.mark.parametrize("part", [1, 1 << 30], ids=["one at a time", "together"])
 def test_an_archive_holds_the_arrays_bit_for_bit(
-    told: Told, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
     monkeypatch.setattr(stored_step, "_PART", part)
     found = told("restore", trained, 2, "--to", tmp_path / "deep" / "step.npz")
@@ -88,7 +82,7 @@ def test_an_archive_holds_the_arrays_bit_for_bit(
     assert os.listdir(tmp_path / "deep") == ["step.npz"]
 
 
-def test_a_folder_holds_a_file_for_each_array_and_an_index(told: Told, trained: Path, tmp_path: Path) -> None:
+def test_a_folder_holds_a_file_for_each_array_and_an_index(trained: Path, tmp_path: Path) -> None:
     told("restore", trained, "--to", tmp_path / "out")
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index == [
@@ -121,7 +115,7 @@ def test_a_member_of_an_archive_leads_nowhere(key: str) -> None:
         assert not {"..", "."} & set(path.parts)
 
 
-def test_the_names_in_an_archive_are_the_keys(told: Told, config: Path, tmp_path: Path) -> None:
+def test_the_names_in_an_archive_are_the_keys(config: Path, tmp_path: Path) -> None:
     names = ["größe", "a.b", "x/y", "50%", "a b", "back\\slash", "", "..", "nul\0", "zarr.json", "層", "a:b", "d\ne"]
     save(config, {"params": {name: np.full(3, i) for i, name in enumerate(names)}})
     keys = [array["key"] for array in told("show", config)["arrays"]]
@@ -137,7 +131,7 @@ def test_the_names_in_an_archive_are_the_keys(told: Told, config: Path, tmp_path
     assert sorted(found) == sorted(f"{key}.npy" for key in keys)
 
 
-def test_keys_that_look_like_paths_stay_inside(told: Told, config: Path, tmp_path: Path) -> None:
+def test_keys_that_look_like_paths_stay_inside(config: Path, tmp_path: Path) -> None:
     keys = ["..", "../up", "/etc/passwd", "a\\b", ".", "x" * 400, "x" * 399 + "y", "nul\0", "index.json"]
     save(config, {key: np.full(3, i) for i, key in enumerate(keys)})
     out = tmp_path / "deep" / "out"
@@ -150,7 +144,7 @@ def test_keys_that_look_like_paths_stay_inside(told: Told, config: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["out.npz", "out"])
-def test_nothing_that_exists_is_replaced(run: Run, trained: Path, tmp_path: Path, name: str) -> None:
+def test_nothing_that_exists_is_replaced(trained: Path, tmp_path: Path, name: str) -> None:
     target = tmp_path / name
     (target if target.suffix else target / "mine").parent.mkdir(exist_ok=True)
     (target if target.suffix else target / "mine").write_text("mine")
@@ -161,9 +155,7 @@ def test_nothing_that_exists_is_replaced(run: Run, trained: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["out.npz", "out"])
-def test_a_damaged_step_is_extracted_not_at_all(
-    run: Run, trained: Path, tmp_path: Path, shared_memory: Path, name: str
-) -> None:
+def test_a_damaged_step_is_extracted_not_at_all(trained: Path, tmp_path: Path, shared_memory: Path, name: str) -> None:
     for path in shared_memory.rglob("manifest.ocdbt"):
         path.unlink()
     for path in (trained.parent / "disk" / "packs").rglob("*.pack"):
@@ -177,18 +169,18 @@ def test_a_damaged_step_is_extracted_not_at_all(
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_place_that_cannot_be_written_is_an_error(run: Run, trained: Path, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_an_error(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = run("restore", trained, "--to", tmp_path / "file" / "out.npz")
     assert result.exit_code == 1
     assert result.stderr.startswith("Invalid: ")
 
 
-def test_a_key_that_is_not_there_names_those_near(run: Run, trained: Path) -> None:
+def test_a_key_that_is_not_there_names_those_near(trained: Path) -> None:
     result = run("restore", trained, "--keys", "params/q")
     assert result.exit_code == 1
     assert "'params/w'" in result.stderr
 
 
-def test_scalars_are_told_of_where_arrays_are_asked_for(run: Run, trained: Path) -> None:
+def test_scalars_are_told_of_where_arrays_are_asked_for(trained: Path) -> None:
     assert "leaves that are no arrays, not shown: 2; see `tieredckpt show`" in run("restore", trained).stderr

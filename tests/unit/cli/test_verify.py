@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from reliability.tiers import FaultyTiers
-from typer.testing import Result
+from support.command_line import run, told
 
 from tieredckpt import CheckpointStore, TierUnavailable
-
-Run = Callable[..., Result]
-Told = Callable[..., Any]
 
 
 def damage(config: Path, tier: str = "disk") -> None:
@@ -27,12 +22,12 @@ def damage(config: Path, tier: str = "disk") -> None:
         path.write_bytes(data)
 
 
-def test_an_intact_step_passes_on_every_tier(told: Told, trained: Path) -> None:
+def test_an_intact_step_passes_on_every_tier(trained: Path) -> None:
     found = told("verify", trained)
     assert [(each["step"], each["tier"], each["intact"]) for each in found] == [(3, "ram", True), (3, "disk", True)]
 
 
-def test_all_means_every_save_also_of_off_branch_steps(told: Told, trained: Path) -> None:
+def test_all_means_every_save_also_of_off_branch_steps(trained: Path) -> None:
     with CheckpointStore.open(trained).sync() as store:
         store.restore(1)
         store.save(2, {"x": 1})
@@ -41,7 +36,7 @@ def test_all_means_every_save_also_of_off_branch_steps(told: Told, trained: Path
     assert [(each["step"], each["serial"]) for each in found] == [(1, 1), (2, 2), (3, 3), (2, 4)]
 
 
-def test_damage_is_named_and_exits_with_1(run: Run, trained: Path) -> None:
+def test_damage_is_named_and_exits_with_1(trained: Path) -> None:
     damage(trained)
     result = run("verify", trained, 2)
     assert result.exit_code == 1
@@ -49,14 +44,14 @@ def test_damage_is_named_and_exits_with_1(run: Run, trained: Path) -> None:
     assert run("verify", trained, 2, "--tier", "ram").exit_code == 0
 
 
-def test_repair_repairs_and_what_is_repaired_stays_so(run: Run, told: Told, trained: Path) -> None:
+def test_repair_repairs_and_what_is_repaired_stays_so(trained: Path) -> None:
     damage(trained)
     assert run("verify", trained, "--all").exit_code == 1
     assert [each["repaired"] for each in told("verify", trained, "--all", "--repair", "--tier", "disk")] == [True] * 3
     assert all(each["intact"] and not each["repaired"] for each in told("verify", trained, "--all"))
 
 
-def test_what_no_tier_has_intact_stays_damage(run: Run, trained: Path, shared_memory: Path) -> None:
+def test_what_no_tier_has_intact_stays_damage(trained: Path, shared_memory: Path) -> None:
     damage(trained)
     for path in shared_memory.rglob("manifest.ocdbt"):
         path.unlink()
@@ -67,7 +62,7 @@ def test_what_no_tier_has_intact_stays_damage(run: Run, trained: Path, shared_me
 
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "btree"])
-def test_an_unreadable_commit_is_damage_until_it_is_repaired(run: Run, trained: Path, name: str) -> None:
+def test_an_unreadable_commit_is_damage_until_it_is_repaired(trained: Path, name: str) -> None:
     next((trained.parent / "disk" / "steps").glob(f"*3-*/{name}")).write_bytes(b"torn")
     assert run("verify", trained, 3).exit_code == 1
     assert run("verify", trained, "--all").exit_code == 1
@@ -82,7 +77,7 @@ def test_a_commit_that_is_torn_under_a_reader_is_damage(trained: Path) -> None:
     assert (found.damaged, found.repaired, found.intact) == (("tieredckpt/step.json",), False, False)
 
 
-def test_a_step_that_only_a_torn_commit_tells_of_fails_all(run: Run, trained: Path, shared_memory: Path) -> None:
+def test_a_step_that_only_a_torn_commit_tells_of_fails_all(trained: Path, shared_memory: Path) -> None:
     for path in shared_memory.rglob("manifest.ocdbt"):
         path.unlink()
     next((trained.parent / "disk" / "steps").glob("*3-*/manifest.ocdbt")).write_bytes(b"torn")
@@ -113,11 +108,11 @@ def test_progress_tells_every_byte_that_is_read(trained: Path) -> None:
     assert found.nbytes <= sum(parts) <= found.nbytes + chunks * 8192
 
 
-def test_a_step_and_all_is_wrong_usage(run: Run, trained: Path) -> None:
+def test_a_step_and_all_is_wrong_usage(trained: Path) -> None:
     assert run("verify", trained, 1, "--all").exit_code == 2
 
 
-def test_an_unknown_tier_is_named_with_those_there_are(run: Run, trained: Path) -> None:
+def test_an_unknown_tier_is_named_with_those_there_are(trained: Path) -> None:
     for option in ((), ("--all",)):
         result = run("verify", trained, "--tier", "dsk", *option)
         assert result.exit_code == 1

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from support.command_line import run
 from support.frameworks import require
 from support.object_stores import BUCKET, CREDENTIALS, Place
 from support.proxy import Proxy, internal_error, slow_down
-from typer.testing import CliRunner
 
 require("obstore")
 
 from tieredckpt.blobs.object.kind import S3
 from tieredckpt.blobs.object.probe import VERDICT
-from tieredckpt.cli.app import app
 from tieredckpt.config.object_tiers import S3Tier
 
 
@@ -29,7 +28,7 @@ def test_a_command_at_a_url_without_a_store_says_so_and_makes_none(
         s3_place.bucket._client.put_object(Bucket=BUCKET, Key=f"{s3_place.prefix}/{VERDICT}", Body=b"{}")
     before = s3_place.bucket.sizes()
     verb, *more = command
-    result = CliRunner().invoke(app, [verb, s3_place.url, *more])
+    result = run(verb, s3_place.url, *more)
     assert result.exit_code == 1
     assert "there is no store" in result.stderr
     assert s3_place.bucket.sizes() == before
@@ -44,7 +43,7 @@ def test_requests_that_are_repeated_are_not_told_in_the_words_of_the_library_tha
     monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
     between.fail("GET", internal_error, key="tieredckpt.json", times=1)
     s3_place.bucket._client.put_object(Bucket=BUCKET, Key=f"{s3_place.prefix}/tieredckpt.json", Body=b"{}")
-    CliRunner().invoke(app, ["ls", s3_place.url])
+    run("ls", s3_place.url)
     assert between.count["GET"] > 1
     assert not [record for record in caplog.records if record.name == "stamina"]
 

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 from reliability.ranks import World
 from support.cohort import Cohort, assert_whole
+from support.command_line import run
 from support.limits import limit
 from support.object_stores import CREDENTIALS, Place
 from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late, lose_reply, slow_down
 from support.scenes import CHUNK, SOON, Heard, assert_same, config, crash, ram, tree
-from typer.testing import CliRunner
 
 from tieredckpt import CheckpointStore
-from tieredckpt.cli.app import app
 from tieredckpt.config import StoreConfig, dump_with_secrets
 from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.errors import Conflict, Invalid, TierUnavailable
@@ -326,7 +325,7 @@ async def test_a_url_and_the_environment_are_enough(
     async with CheckpointStore.open(s3_place.url) as store:
         ckpt = await store.save(1, tree(1))
         await ckpt.reached("s3")
-    listed = await asyncio.to_thread(CliRunner().invoke, app, ["ls", s3_place.url, "--json"])
+    listed = await asyncio.to_thread(run, "ls", s3_place.url, "--json")
     assert listed.exit_code == 0, listed.output
     assert '"s3"' in listed.output
     assert list(tmp_path.iterdir()) == []
