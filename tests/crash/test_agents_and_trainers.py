@@ -22,7 +22,19 @@ from support.chfs_servers import LookalikeServers
 from support.insight import bytes_of_listed_steps, slab_of, tier_of
 from support.limits import limit
 from support.lookalike import missing
-from support.scenes import SOON, Heard, assert_same, config, crash, files_under, folder, ram, ram_in, tree
+from support.scenes import (
+    SOON,
+    Heard,
+    assert_restored,
+    assert_same,
+    config,
+    crash,
+    files_under,
+    folder,
+    ram,
+    ram_in,
+    tree,
+)
 
 from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.blobs.ram.store import RamStore
@@ -130,9 +142,7 @@ async def test_memory_that_ends_with_the_trainer_is_promoted_by_its_agent_all_th
     await asyncio.to_thread(save_and_die, config(tiers, promote_in="agent"), 1, 2)
     await asyncio.to_thread(wait_for_end, go_on(ram_folder))
     async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(2))
+        assert_restored(await store.restore(), tree(2))
 
 
 FORKING = """
@@ -172,9 +182,7 @@ async def test_a_trainer_that_comes_back_finds_the_agent_that_lives(slow: StoreC
     agent = agent_of(ram_folder)
     async with opened_before_it_goes_on(slow, ram_folder) as store:
         assert agent_of(ram_folder) == agent
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await store.restore(), tree(1))
         await (await store.save(2, tree(2))).reached("disk")
         await store.flush()
         assert {info.tiers for info in await store.steps()} == {("ram", "disk")}
@@ -509,9 +517,7 @@ async def test_a_store_opens_without_the_memory_that_it_lacks_and_restores(
         full.setattr(RamStore, "open", lacks)
         store = await CheckpointStore.open(settings(shared_memory, folder(disk)))
         heard = Heard(store)
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await store.restore(), tree(1))
     await heard.first(TierRecovered, lambda event: event.tier == "disk")
     await (await store.save(2, tree(2))).reached("disk")
     await store.close()

@@ -15,7 +15,7 @@ import pytest
 from support.chfs_servers import LookalikeServers, RealServers, Servers, why_no_real_servers
 from support.limits import limit
 from support.lookalike import missing
-from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
+from support.scenes import SOON, Heard, assert_restored, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.chfs import choice
@@ -176,9 +176,7 @@ async def test_a_server_that_comes_back_empty_gives_no_wrong_bytes(shared_memory
     ring.switch(empty=1)
     async with CheckpointStore.open(settings) as store:
         for step in range(1, 5):
-            restored = await store.restore(step)
-            assert restored is not None
-            assert_same(restored.tree, tree(step))
+            assert_restored(await store.restore(step), tree(step))
 
 
 async def test_no_save_waits_for_a_server_that_was_killed_while_ram_is_full(
@@ -223,8 +221,7 @@ async def test_a_restore_turns_to_the_next_tier_when_a_server_is_killed(
         restored = await store.restore(1)
         tell(f"restored from {set(restored.sources) if restored else None} after {time.monotonic() - begin:.1f} s")
         assert time.monotonic() - begin < 10.0
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(restored, tree(1))
         assert "disk" in restored.sources
         failed = await heard.first(TierFailed)
         assert "server" in str(failed.error)
@@ -233,8 +230,7 @@ async def test_a_restore_turns_to_the_next_tier_when_a_server_is_killed(
         restored = await store.restore(1)
         tell(f"a new opening restored it after {time.monotonic() - begin:.1f} s")
         assert time.monotonic() - begin < 10.0
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(restored, tree(1))
 
 
 async def test_a_server_that_is_silent_is_named_by_its_address(shared_memory: Path, tmp_path: Path) -> None:

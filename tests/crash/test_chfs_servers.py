@@ -14,7 +14,7 @@ import pytest
 from support.chfs_servers import LookalikeServers, RealServers, Servers, why_no_real_servers
 from support.limits import limit
 from support.lookalike import missing
-from support.scenes import SOON, Heard, assert_same, config, crash, folder, ram, tree
+from support.scenes import SOON, Heard, assert_restored, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -63,8 +63,7 @@ async def assert_restores(store: CheckpointStore, step: int, source: str) -> Non
     if source != "ram" and "ram" in await store.where(step):
         await store.evict(step, "ram")
     restored = await store.restore(step)
-    assert restored is not None
-    assert_same(restored.tree, tree(step))
+    assert_restored(restored, tree(step))
     assert set(restored.sources) == {source}
 
 
@@ -117,8 +116,7 @@ async def test_a_server_lost_while_restoring_sends_the_reader_to_the_next_tier(
         await store.evict(2, "ram")
         servers.kill(1)
         restored = await store.restore(2)
-        assert restored is not None
-        assert_same(restored.tree, tree(2))
+        assert_restored(restored, tree(2))
         assert "disk" in restored.sources
         assert await store.where(2) == ("pmem", "disk"), "a server that is down has lost nothing"
 

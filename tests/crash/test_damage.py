@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
 from support.limits import limit
-from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram
+from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file, step_index
@@ -81,8 +81,7 @@ async def restored(store: CheckpointStore, how: str = "copy") -> dict[str, int]:
     target = {key: np.zeros_like(value) for key, value in state(1).items() if key != "step"} | {"step": 0}
     arguments = {"copy": {}, "into": {"into": target}, "like": {"like": state(2)}}[how]
     found = await store.restore(1, resume=False, **arguments)
-    assert found is not None
-    assert_same(found.tree, state(1))
+    assert_restored(found, state(1))
     if how == "into":
         assert_same({**target, "step": 1}, state(1))
     return dict(found.sources)
@@ -206,9 +205,7 @@ async def test_what_is_lost_in_ram_is_whole_again_where_the_same_is_saved_once_m
             await store.restore(1)
         heard = Heard(store)
         await store.save(2, state(1) | {"step": 2})
-        again = await store.restore(2)
-        assert again is not None
-        assert_same(again.tree, state(1) | {"step": 2})
+        assert_restored(await store.restore(2), state(1) | {"step": 2})
         assert (await extents(store, "ram", 2, "b"))[1] != (await extents(store, "ram", 1, "b"))[1]
         assert (await extents(store, "ram", 2, "b"))[0] == (await extents(store, "ram", 1, "b"))[0]
         (found,) = await store.verify(1, repair=True)
@@ -217,9 +214,7 @@ async def test_what_is_lost_in_ram_is_whole_again_where_the_same_is_saved_once_m
         await assert_clean(store, "ram")
     async with opened(place, "ram") as store:  # which finds a chunk in two places
         await assert_clean(store, "ram")
-        restored_again = await store.restore(2)
-        assert restored_again is not None
-        assert_same(restored_again.tree, state(1) | {"step": 2})
+        assert_restored(await store.restore(2), state(1) | {"step": 2})
         await store.save(3, state(3))
         await store.evict(1, "ram")
         await store.evict(2, "ram")
@@ -269,9 +264,9 @@ async def test_an_array_that_is_damaged_everywhere_is_named_and_nothing_is_made_
             with pytest.raises(Corrupt, match=r"array 'b' of step 1 \(serial 1\) is lost: no tier has its chunk 1"):
                 await restored(store, how)
             await store.flush()
-        whole = await store.restore(1, keys=["a", "c", "inline"])
-        assert whole is not None
-        assert_same(whole.tree, {key: state(1)[key] for key in ("a", "c", "inline")})
+        assert_restored(
+            await store.restore(1, keys=["a", "c", "inline"]), {key: state(1)[key] for key in ("a", "c", "inline")}
+        )
         results = await store.verify(1, repair=True)
         assert {found.tier: (found.damaged, found.repaired) for found in results} == dict.fromkeys(
             TIERS, (("b",), False)
@@ -312,9 +307,7 @@ async def test_a_chunk_that_was_repaired_for_one_step_is_found_for_the_other(pla
         await store.verify(2, "disk", repair=True)
         await store.flush()
     async with opened(place, "disk") as store:
-        found = await store.restore(1)
-        assert found is not None
-        assert_same(found.tree, state(1))
+        assert_restored(await store.restore(1), state(1))
 
 
 async def test_a_snapshot_that_changed_before_it_was_promoted_is_lost_and_said_to_be(place: Path) -> None:
@@ -323,9 +316,7 @@ async def test_a_snapshot_that_changed_before_it_was_promoted_is_lost_and_said_t
         flip(before[0][0], before[0][1].offset)
         checkpoint = await store.save(2, state(1) | {"step": 2})  # its chunks are there already, it seems
         await checkpoint.reached("disk")
-        found = await store.restore(2)
-        assert found is not None
-        assert_same(found.tree, state(1) | {"step": 2})
+        assert_restored(await store.restore(2), state(1) | {"step": 2})
 
 
 @settings(max_examples=25)
@@ -432,15 +423,11 @@ async def test_a_damaged_pack_without_another_copy_is_corrupt(place: Path, damag
         damage(path)
         with pytest.raises(Corrupt, match=r"array '[abc]' of step 1 \(serial 1\) is lost"):
             await restored(store)
-        inline = await store.restore(1, keys=["inline"])
-        assert inline is not None
-        assert_same(inline.tree, {"inline": state(1)["inline"]})
+        assert_restored(await store.restore(1, keys=["inline"]), {"inline": state(1)["inline"]})
         # The same chunks again: they are written anew, for what is damaged is no longer relied on.
         await store.verify(1, repair=True)
         await store.save(2, state(1) | {"step": 2})
-        found = await store.restore(2)
-        assert found is not None
-        assert_same(found.tree, state(1) | {"step": 2})
+        assert_restored(await store.restore(2), state(1) | {"step": 2})
 
 
 # -- commits ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from reliability.system import failing_calls
 from reliability.tiers import FaultyTiers
 from support.agents import eventually
 from support.file_systems import FILE_SYSTEMS
-from support.scenes import CHUNK, Heard, assert_same, config, files_below, folder, ram, tree
+from support.scenes import CHUNK, Heard, assert_restored, config, files_below, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -32,9 +32,7 @@ async def assert_all_intact(store: CheckpointStore) -> None:
     for info in await store.steps():
         for found in await store.verify(info.step):
             assert not found.problem or found.tier not in info.tiers
-        restored = await store.restore(info.step, resume=False)
-        assert restored is not None
-        assert_same(restored.tree, tree(info.step))
+        assert_restored(await store.restore(info.step, resume=False), tree(info.step))
 
 
 # -- calls of the system ----------------------------------------------------------------------------------

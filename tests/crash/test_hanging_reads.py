@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.fuse import Network, mounted
-from support.scenes import SOON, Heard, assert_same, config, folder, tree
+from support.scenes import SOON, Heard, assert_restored, assert_same, config, folder, tree
 
 from tieredckpt import CheckpointStore, TierHangs, TierUnavailable
 from tieredckpt.blobs.posix.kind import POSIX
@@ -71,9 +71,7 @@ async def test_a_restore_that_hangs_in_the_device_is_cancelled_and_leaves_the_ar
         network.answer()
         await none_hangs(store)
         assert_same(into["params"], expected["params"])
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, saved)
+        assert_restored(await store.restore(), saved)
 
 
 async def test_what_a_tier_that_hangs_holds_is_read_from_the_next_and_it_is_told_of_once(
@@ -85,9 +83,7 @@ async def test_what_a_tier_that_hangs_holds_is_read_from_the_next_and_it_is_told
         heard = Heard(store)
         network.hang()
         for _ in range(3):
-            restored = await store.restore()
-            assert restored is not None
-            assert_same(restored.tree, saved)
+            assert_restored(await store.restore(), saved)
         hangs = await heard.first(TierHangs)
         assert (hangs.tier, hangs.calls > 0) == ("network", True)
         network.answer()

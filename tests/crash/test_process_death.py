@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support import trainer as trainer_module
 from support.insight import bytes_of_listed_steps, slab_of, tier_of
-from support.scenes import Heard, assert_same, crash, files_below, folder, ram, ram_in
+from support.scenes import Heard, assert_restored, assert_same, crash, files_below, folder, ram, ram_in
 from support.trainer import CHUNK, POINTS, state
 
 from tieredckpt import CheckpointStore
@@ -118,8 +118,7 @@ def train_and_die(tiers: dict[str, Any], last: int, *point: str) -> None:
 
 async def assert_restores(store: CheckpointStore, step: int, *sources: str) -> None:
     restored = await store.restore(step, resume=False)
-    assert restored is not None
-    assert_same(restored.tree, state(step))
+    assert_restored(restored, state(step))
     assert set(restored.sources) == set(sources)
 
 
@@ -169,9 +168,7 @@ async def test_killed_in_the_middle_of_a_save_it_leaves_whole_steps_and_no_trace
         for step in committed:
             await assert_restores(store, step, "ram")
         for step in (1, 2, 3):
-            restored = await store.restore(step, resume=False)
-            assert restored is not None
-            assert_same(restored.tree, state(step))
+            assert_restored(await store.restore(step, resume=False), state(step))
         assert slab_of(store).used == await bytes_of_listed_steps(store)
         in_ram = [f"{info.step:010d}-{info.serial:06d}" for info in await store.steps() if "ram" in info.tiers]
         expected = {f"{name}/{file}" for name in in_ram for file in ("btree", "manifest.ocdbt")}
@@ -243,9 +240,7 @@ async def test_what_another_store_left_in_ram_stays_its_own(tiers: dict[str, Any
     async with opened(tiers) as store:
         await assert_restores(store, 3, "ram")
     async with opened(mine) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state(7))
+        assert_restored(await store.restore(), state(7))
 
 
 def test_a_forked_worker_neither_keeps_the_folder_nor_frees_it(tiers: dict[str, Any]) -> None:

@@ -18,7 +18,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.command_line import run
 from support.insight import flip, flip_chunk, slab_of, tier_of
-from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, new_shared_folder, ram, ram_in
+from support.scenes import (
+    CHUNK,
+    Heard,
+    assert_restored,
+    assert_same,
+    config,
+    crash,
+    folder,
+    new_shared_folder,
+    ram,
+    ram_in,
+)
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.find import find_ram
@@ -82,9 +93,7 @@ async def assert_whole(place: Path, *names: str) -> None:
     for name in names or TIERS:
         async with opened(place, name) as store:
             for step in STEPS:
-                found = await store.restore(step, resume=False)
-                assert found is not None
-                assert_same(found.tree, state(step))
+                assert_restored(await store.restore(step, resume=False), state(step))
             assert all(not each.problem for each in await store.scrub())
 
 
@@ -208,9 +217,7 @@ async def test_damage_of_any_kind_that_came_while_nobody_looked_is_repaired(
         assert held[0] == TIERS
         assert held[1] == (TIERS[1:] if tier == "ram" and damage in COMMITS else TIERS)
         for step in STEPS:
-            found = await store.restore(step, resume=False)
-            assert found is not None
-            assert_same(found.tree, state(step))
+            assert_restored(await store.restore(step, resume=False), state(step))
     await assert_whole(place, "disk", "far")
 
 
@@ -293,8 +300,7 @@ def test_damage_of_several_kinds_at_once_is_repaired_or_named(bad: list[tuple[Da
                 assert again
                 assert len(commits) == len(TIERS)
             else:
-                assert found is not None
-                assert_same(found.tree, state(step))
+                assert_restored(found, state(step))
 
     place = new_shared_folder()
     try:
@@ -338,9 +344,7 @@ async def test_a_chunk_that_was_lost_is_whole_again_when_it_is_saved_again(place
         await store.scrub(repair=True)
         await store.save(3, state(2) | {"step": 3})
         await store.flush()
-        found = await store.restore(3)
-        assert found is not None
-        assert_same(found.tree, state(2) | {"step": 3})
+        assert_restored(await store.restore(3), state(2) | {"step": 3})
         await store.scrub(repair=True)
         assert told(await store.scrub()) == []
     await assert_whole(place, "disk", "far")

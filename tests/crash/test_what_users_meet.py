@@ -20,7 +20,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support import trainer as trainer_module
 from support.insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
-from support.scenes import CHUNK, SOON, Heard, assert_same, config, crash, folder, ram, tree
+from support.scenes import CHUNK, SOON, Heard, assert_restored, assert_same, config, crash, folder, ram, tree
 from support.trainer import state
 
 from tieredckpt import CheckpointStore
@@ -196,9 +196,7 @@ async def test_waiting_for_a_tier_that_does_not_answer_ends_with_its_error(
             await store.flush()
         for step in (2, 3):
             assert not (await store.save(step, tree(step))).skipped
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(3))
+        assert_restored(await store.restore(), tree(3))
     if how == "silent":
         never.release()
 
@@ -453,8 +451,7 @@ async def test_a_restore_of_what_was_damaged_everywhere_succeeds_when_it_is_repa
                 await store.restore(into=target)
         flip(path, where.offset)
         restored = await store.restore(into=target)
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(restored, tree(1))
         assert restored.sources.keys() == {"ram", "disk"}
         await store.flush()
         assert [found.problem for found in await store.verify()] == ["", ""]
@@ -476,8 +473,6 @@ async def test_a_restore_that_ran_out_of_memory_once_can_be_repeated(
                 with pytest.raises(MemoryError):
                     await store.restore(into=target)
             assert not tier_of(store, nearest).steps.pins
-            restored = await store.restore(into=target)
-            assert restored is not None
-            assert_same(restored.tree, tree(1))
+            assert_restored(await store.restore(into=target), tree(1))
         assert store._life.engine.state.scratch.slab.used == 0
         await (await store.save(2, tree(2))).reached("disk")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reliability.forging import tampered_bytes
 from support.limits import limit
-from support.scenes import CHUNK, assert_same, config, folder, new_shared_folder, ram
+from support.scenes import CHUNK, assert_restored, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -109,8 +109,7 @@ async def restored(store: CheckpointStore, step: int) -> bool:
         found = await store.restore(step, resume=False)
     except TieredCkptError:
         return False
-    assert found is not None
-    assert_same(found.tree, state(step))
+    assert_restored(found, state(step))
     return True
 
 

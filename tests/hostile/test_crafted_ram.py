@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from reliability.forging import entries_of, resealed
 from support.insight import bytes_of_listed_steps, slab_of, tier_of
-from support.scenes import CHUNK, assert_same, config, ram
+from support.scenes import CHUNK, assert_restored, config, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import Conflict, Corrupt, TieredCkptError
@@ -79,9 +79,7 @@ async def test_a_step_that_claims_memory_which_is_not_its_own_leaves_ram(
     async with in_ram(shared_memory) as store:
         assert slab_of(store).used == await bytes_of_listed_steps(store) == 0
         await store.save(3, {"x": np.arange(3 * CHUNK, dtype=np.uint8)})
-        found = await store.restore()
-        assert found is not None
-        assert_same(found.tree, {"x": np.arange(3 * CHUNK, dtype=np.uint8)})
+        assert_restored(await store.restore(), {"x": np.arange(3 * CHUNK, dtype=np.uint8)})
 
 
 async def test_a_folder_that_others_could_write_to_is_refused(shared_memory: Path) -> None:

@@ -29,7 +29,7 @@ from reliability.forging import (
     tampered_steps,
     tree_of,
 )
-from support.scenes import CHUNK, assert_same, config, folder, ram
+from support.scenes import CHUNK, assert_restored, assert_same, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
@@ -448,9 +448,7 @@ async def lead_a_life(root: Path) -> None:
             ):
                 with suppress(TieredCkptError):
                     await work()
-            found = await store.restore(STEP + 1)
-            assert found is not None
-            assert_same(found.tree, {"x": np.arange(20_000)})
+            assert_restored(await store.restore(STEP + 1), {"x": np.arange(20_000)})
 
 
 def any_step(files: ocdbt.Index | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
-from tieredckpt import CheckpointStore
+from tieredckpt import CheckpointStore, Restored, SyncRestored
 from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE, is_store_folder
 from tieredckpt.config import StoreConfig
 from tieredckpt.events import Event, StepEvicted, StepPromoted, StepSaved
@@ -81,6 +81,12 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found.tobytes() == expected.tobytes()
     else:
         assert found == expected
+
+
+def assert_restored(found: Restored | SyncRestored | None, expected: Any) -> None:
+    """There was a step to restore, and this tree in it, bit for bit."""
+    assert found is not None
+    assert_same(found.tree, expected)
 
 
 class Heard:

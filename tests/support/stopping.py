@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.insight import bytes_of_listed_steps, slab_of
-from support.scenes import SOON, assert_same, tree
+from support.scenes import SOON, assert_restored, tree
 from tieredckpt import CheckpointStore
 from tieredckpt._opened import Opened
 from tieredckpt.config import StoreConfig
@@ -147,9 +147,7 @@ class Scene:
         async with asyncio.timeout(SOON):
             step = await self.another()
             for info in await self.store.steps():
-                restored = await self.store.restore(info.step, resume=False)
-                assert restored is not None
-                assert_same(restored.tree, tree(info.step))
+                assert_restored(await self.store.restore(info.step, resume=False), tree(info.step))
             assert [found.problem for found in await self.store.verify(step)] == ["", ""]
             await self.store.collect()
             state = self.store._life.engine.state

@@ -16,7 +16,7 @@ from reliability.tiers import FaultyTiers
 from support.limits import limit
 from support.object_stores import Place
 from support.proxy import proxy
-from support.scenes import assert_same, config, folder, ram, tree
+from support.scenes import assert_restored, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable, copy_steps
 from tieredckpt.blobs.posix.store import PosixStore
@@ -50,9 +50,7 @@ async def content(settings: StoreConfig) -> list[Any]:
             told = (info.step, info.serial, info.saved_at, info.off_branch, info.nbytes, repr(info.metrics))
             found.append((told, details.provenance, arrays, details.scalars))
         for number in await store.all_steps():
-            restored = await store.restore(number)
-            assert restored is not None
-            assert_same(restored.tree, tree(number))
+            assert_restored(await store.restore(number), tree(number))
             assert all(not each.problem for each in await store.verify(number))
     return found
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 from reliability.ranks import World
 from reliability.tiers import FaultyTiers
-from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
+from support.scenes import SOON, Heard, assert_restored, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt import _callbacks as callbacks
@@ -212,9 +212,7 @@ async def test_a_save_beside_a_close_is_whole_or_closed(tiers: StoreConfig) -> N
         await store.close()
     async with CheckpointStore.open(tiers) as store:
         assert {info.step for info in await store.steps()} >= {max(saved)}
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(max(saved)))
+        assert_restored(await store.restore(), tree(max(saved)))
 
 
 def test_threads_that_save_restore_and_close_at_once_hear_of_nothing_but_the_close(tiers: StoreConfig) -> None:

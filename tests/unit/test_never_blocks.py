@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from blockbuster import blockbuster as detector
 from reliability.tiers import FaultyTiers
-from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
+from support.scenes import SOON, Heard, assert_restored, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore, _life, checkpoint, store
 from tieredckpt.engine import loop
@@ -103,8 +103,7 @@ async def live(store: CheckpointStore) -> None:
     await store.flush()
     for options in ({}, {"like": tree()}, {"into": tree()}, {"copy": False}, {"step": 1, "resume": False}):
         restored = await store.restore(**options)
-        assert restored is not None
-        assert_same(restored.tree, tree(restored.step))
+        assert_restored(restored, tree(restored.step))
         await restored.verified()
     assert [found.problem for found in await store.verify()] == ["", ""]
     assert [found.problem for found in await store.verify(2, "slow", repair=True)] == [""]
@@ -128,9 +127,7 @@ async def test_no_call_blocks_the_trainers_loop_or_the_engines(
         await live(store)
     async with CheckpointStore.open(settings) as store, CheckpointStore.open(settings, read_only=True) as beside:
         for one in (store, beside):
-            restored = await one.restore()
-            assert restored is not None
-            assert_same(restored.tree, tree(3))
+            assert_restored(await one.restore(), tree(3))
     assert not blocked, "\n".join(blocked)
     assert not heard.of(TierFailed)
 

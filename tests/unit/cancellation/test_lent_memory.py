@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import arrays_in, slab_of
-from support.scenes import CHUNK, SOON, assert_same, config, folder, ram, tree
+from support.scenes import CHUNK, SOON, assert_restored, config, folder, ram, tree
 from support.stopping import AWAITS, Scene, Touched, staged, stopped_at
 
 from tieredckpt import CheckpointStore
@@ -64,9 +64,7 @@ async def test_a_cancelled_restore_leaves_the_arrays_that_it_was_to_fill_alone(
             array[...] = MARK
         await scene.assert_usable()
         assert all(np.all(array == np.asarray(MARK, array.dtype)) for array in arrays_in(into))
-        filled = await scene.store.restore(into=into)
-        assert filled is not None
-        assert_same(filled.tree, tree(scene.last))
+        assert_restored(await scene.store.restore(into=into), tree(scene.last))
 
 
 async def test_a_cancelled_promotion_ends_only_when_no_thread_writes_into_the_slab_any_more(
@@ -124,9 +122,7 @@ async def test_a_save_that_streams_may_be_stopped_at_any_of_its_awaits(
             await store.flush()
             assert not store._life.engine.state.tier("disk").packs.guard.locked()
         for info in await store.steps():
-            restored = await store.restore(info.step, resume=False)
-            assert restored is not None
-            assert_same(restored.tree, tree(info.step))
+            assert_restored(await store.restore(info.step, resume=False), tree(info.step))
         assert await store.where(nth) == ("disk",)
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import bytes_of_listed_steps, slab_of
-from support.scenes import SOON, assert_same, crash, tree
+from support.scenes import SOON, assert_restored, assert_same, crash, tree
 from support.stopping import AWAITS, Scene, closing_stopped_at, staged, stopped_at
 
 from tieredckpt import CheckpointStore
@@ -83,9 +83,7 @@ async def test_a_caller_cancelled_while_it_closes_has_closed(settings: StoreConf
     with pytest.raises(Closed):
         await store.steps()
     async with CheckpointStore.open(settings) as again:
-        restored = await again.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await again.restore(), tree(1))
 
 
 def _new_threads(before: set[threading.Thread]) -> set[threading.Thread]:

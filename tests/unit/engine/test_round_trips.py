@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.insight import slab_of
-from support.scenes import CHUNK, assert_same, config, crash, files_under, folder, ram, tree
+from support.scenes import CHUNK, assert_restored, assert_same, config, crash, files_under, folder, ram, tree
 from support.trees import SCALARS, arrays, fingerprint, large_arrays, trees
 
 from tieredckpt import CheckpointStore
@@ -204,9 +204,7 @@ async def test_containers_take_the_types_of_like_and_are_plain_without_it(traine
         assert typed is not None
         assert (type(typed.tree), type(typed.tree.moments), typed.tree.step) == (TrainState, Moments, 17)
         assert_same(dataclasses.asdict(typed.tree), dataclasses.asdict(state))
-        plain = await store.restore()
-        assert plain is not None
-        assert_same(plain.tree, dataclasses.asdict(state) | {"moments": state.moments._asdict()})
+        assert_restored(await store.restore(), dataclasses.asdict(state) | {"moments": state.moments._asdict()})
 
 
 async def test_a_torch_model_and_its_optimizer_go_on_as_if_never_interrupted(trained: StoreConfig) -> None:

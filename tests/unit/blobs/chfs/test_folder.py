@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scenes import assert_same, config, folder, ram, tree
+from support.scenes import assert_restored, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig, load, to_toml
@@ -71,9 +71,7 @@ async def test_a_store_of_a_version_before_is_found_where_that_put_it(
     async with CheckpointStore.open(now) as store:
         spec = await store.spec(2, "params/w0")
         assert spec["kvstore"]["base"]["path"] == f"{CHFS_FOLDER}/"
-        restored = await store.restore(2)
-        assert restored is not None
-        assert_same(restored.tree, tree(2))
+        assert_restored(await store.restore(2), tree(2))
 
 
 async def test_a_new_store_leaves_that_of_another_training_alone(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from support.object_stores import Place
 from support.proxy import Handler, Hang, Postponed, Proxy, ignore_conditions
-from support.scenes import assert_same, tree
+from support.scenes import assert_restored, assert_same, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -70,9 +70,7 @@ async def test_what_a_commit_refers_to_that_may_come_late_is_kept(
     postponed.let_on()
     far = settings.model_copy(update={"tiers": settings.slower})
     async with CheckpointStore.open(far, read_only=True) as reader:
-        restored = await reader.restore(2)
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await reader.restore(2), tree(1))
 
 
 @pytest.mark.parametrize("honoured", [True, False], ids=["conditions", "no conditions"])

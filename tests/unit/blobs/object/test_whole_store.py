@@ -18,7 +18,7 @@ from support.command_line import run
 from support.limits import limit
 from support.object_stores import CREDENTIALS, Place
 from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late, lose_reply, slow_down
-from support.scenes import CHUNK, SOON, Heard, assert_same, config, crash, ram, tree
+from support.scenes import CHUNK, SOON, Heard, assert_restored, assert_same, config, crash, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig, dump_with_secrets
@@ -106,8 +106,7 @@ async def test_a_restore_reads_as_many_ranges_at_a_time_as_the_tier_takes(
         between.most_under_way = 0
         between.fail("GET", late, key="packs/", times=None)
         restored = await store.restore()
-    assert restored is not None
-    assert_same(restored.tree, saved)
+    assert_restored(restored, saved)
     assert between.most_under_way == 2 * 9
 
 
@@ -251,9 +250,7 @@ async def test_whatever_fails_for_a_while_is_made_good(
             while not await _is_promoted(store, 4):
                 await asyncio.sleep(0.05)
         between.heal()
-        restored = await store.restore(4)
-        assert restored is not None
-        assert_same(restored.tree, tree(4))
+        assert_restored(await store.restore(4), tree(4))
 
 
 async def _is_promoted(store: CheckpointStore, step: int) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from support.agents import end_agent
 from support.cohort import cohort
 from support.insight import flip_chunk, tier_of
-from support.scenes import Heard, assert_same, config, crash, files_under, folder, ram, tree
+from support.scenes import Heard, assert_restored, assert_same, config, crash, files_under, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
@@ -60,9 +60,7 @@ async def test_a_lazy_save_is_promoted_once_it_is_confirmed_and_not_if_it_change
         await store.save(3, state, capture="lazy")
     async with place.opened() as store:
         assert await store.where(3) == ("ram", "disk")
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state)
+        assert_restored(await store.restore(), state)
 
 
 async def test_steps_arrive_are_waited_for_and_told_of(place: Place) -> None:
@@ -135,8 +133,7 @@ async def test_damage_is_found_told_and_repaired_wherever_it_is(place: Place) ->
         await damage(store, "disk")
         await store.evict(1, "ram")
         restored = await store.restore(1, resume=False)  # which meets the damage, and has it repaired behind
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(restored, tree(1))
         await store.flush()
         assert all(each.intact for each in await store.scrub())
 
@@ -168,9 +165,7 @@ async def test_the_promoter_learns_of_a_rollback(place: Place) -> None:
             (3, False),
         ]
     async with place.opened(retain={"kind": "last_n", "n": 2}) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(33))
+        assert_restored(await store.restore(), tree(33))
 
 
 async def test_a_look_at_an_older_step_costs_none_that_was_saved_after_it(place: Place) -> None:
@@ -187,9 +182,7 @@ async def test_a_look_at_an_older_step_costs_none_that_was_saved_after_it(place:
             (3, False),
         ]
     async with place.opened() as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(3))
+        assert_restored(await store.restore(), tree(3))
 
 
 async def test_the_promoter_learns_of_a_fork_with_the_step_that_makes_it(place: Place) -> None:
@@ -254,9 +247,7 @@ async def test_a_step_that_ram_cannot_hold_is_streamed_past_it_and_its_chunks_ar
         assert await store.promote(3, "archive") > 0
         for tier in ("disk", "archive"):
             assert all(each.intact for each in await store.verify(3, tier))
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, large)
+        assert_restored(await store.restore(), large)
         await store.save(4, tree(4))
         await store.flush()
         assert await store.where(4) == ("ram", "disk")

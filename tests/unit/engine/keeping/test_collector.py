@@ -22,7 +22,7 @@ from support.scenes import (
     CHUNK,
     SOON,
     Heard,
-    assert_same,
+    assert_restored,
     config,
     crash,
     files_below,
@@ -113,9 +113,7 @@ def opened(place: Place, disk: dict[str, Any], **more: Any) -> CheckpointStore:
 
 
 async def assert_restores(store: CheckpointStore, step: int, tree: Any) -> None:
-    found = await store.restore(step, resume=False)
-    assert found is not None
-    assert_same(found.tree, tree)
+    assert_restored(await store.restore(step, resume=False), tree)
 
 
 # -- packs ------------------------------------------------------------------------------------------------
@@ -683,9 +681,7 @@ async def test_the_packs_of_a_step_stay_whose_commit_could_not_be_read_once(
     async with CheckpointStore.open(settings) as store:
         assert [info.step for info in await store.steps()] == [1, 3]
         await store.collect()
-        restored = await store.restore(2, resume=False)
-        assert restored is not None
-        assert_same(restored.tree, changed(2))
+        assert_restored(await store.restore(2, resume=False), changed(2))
 
 
 async def a_late_commit(place: Place, disk: dict[str, Any], step: int) -> tuple[Path, bytes]:

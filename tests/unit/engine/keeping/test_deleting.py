@@ -16,7 +16,7 @@ from support.clusters import Cluster, replicated
 from support.clusters import save as save_on_all
 from support.cohort import cohort
 from support.insight import tier_of
-from support.scenes import Heard, assert_same, config, folder, pack_bytes, ram, tree
+from support.scenes import Heard, assert_restored, config, folder, pack_bytes, ram, tree
 
 from tieredckpt import CheckpointStore, Conflict, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, TierFailed, TierRecovered
@@ -67,9 +67,7 @@ async def test_a_deleted_step_is_on_no_tier_and_does_not_come_back(place: Place)
         assert await store.all_steps() == (1, 3, 4)
     async with place.opened() as store:
         assert await store.all_steps() == (1, 3, 4)
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(4))
+        assert_restored(await store.restore(), tree(4))
 
 
 async def test_the_newest_and_the_last_step_are_deleted_by_force_alone(place: Place) -> None:

@@ -14,7 +14,7 @@ from reliability.tiers import FaultyTiers
 from support.agents import end_agent
 from support.cohort import cohort
 from support.insight import tier_of
-from support.scenes import CHUNK, Heard, Keeper, assert_same, config, folder, ram
+from support.scenes import CHUNK, Heard, Keeper, assert_restored, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -78,9 +78,7 @@ async def test_the_newest_step_drives_out_the_oldest_that_are_retained(
         assert disk.healthy
         assert "no room for all the steps that its policy retains" in disk.note
         for step in held:
-            restored = await store.restore(step, resume=False)
-            assert restored is not None
-            assert_same(restored.tree, state(step))
+            assert_restored(await store.restore(step, resume=False), state(step))
             assert not any(found.problem for found in await store.verify(step))
     if place.mode == "trainer":
         told = [record for record in caplog.records if "no room for all the steps" in record.getMessage()]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reliability.tiers import FaultyTiers
-from support.scenes import Keeper, assert_same, config, crash, folder, ram, tree
+from support.scenes import Keeper, assert_restored, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives, Traits
@@ -241,9 +241,7 @@ async def test_an_eviction_that_failed_half_way_is_no_copy_to_rely_on(
             await store.evict(1, "near")
         with pytest.raises(Conflict, match="last good copy"):
             await store.evict(1, "far")
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await store.restore(), tree(1))
 
 
 # -- the rule itself, over all small stores ---------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from support.agents import eventually
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_same, config, folder, ram, tree
+from support.scenes import CHUNK, assert_restored, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore
@@ -43,9 +43,7 @@ async def test_a_step_that_ram_cannot_hold_is_written_by_the_trainer_and_committ
     assert ckpt.saved.tier == "disk"
     assert not disk.packs.sizes  # what the tier has is the agent's to know
     assert disk.used > 0
-    restored = await store.restore()
-    assert restored is not None
-    assert_same(restored.tree, tree(1))
+    assert_restored(await store.restore(), tree(1))
 
 
 async def test_chunks_that_the_agents_tier_has_are_not_written_again(store: CheckpointStore) -> None:

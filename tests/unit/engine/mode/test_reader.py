@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.scenes import assert_same, config, files_under, folder, ram, tree
+from support.scenes import assert_restored, config, files_under, folder, ram, tree
 
 from tieredckpt import CheckpointStore, Invalid, StoreConfig
 
@@ -23,9 +23,7 @@ async def test_every_call_sees_what_was_saved_and_evicted_since_the_one_before(t
             assert await reader.latest_step() == step
         await writer.evict(1, "disk")
         assert await reader.steps() == await writer.steps()
-        restored = await reader.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(2))
+        assert_restored(await reader.restore(), tree(2))
 
 
 async def test_it_changes_nothing_when_it_is_used_and_closed(

@@ -20,7 +20,7 @@ from reliability.memory import MemoryBlobs, Objects
 from reliability.tiers import FaultyTiers
 from support.insight import flip, flip_chunk, tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_same, config, folder, new_shared_folder, ram
+from support.scenes import CHUNK, assert_restored, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore, Survives
@@ -109,9 +109,7 @@ def known(tier: Tier) -> dict[str, Any]:
 async def assert_all_there(store: CheckpointStore, *steps: int) -> None:
     assert [info.step for info in await store.steps()] == list(steps)
     for step in steps:
-        restored = await store.restore(step, resume=False)
-        assert restored is not None
-        assert_same(restored.tree, state(step))
+        assert_restored(await store.restore(step, resume=False), state(step))
 
 
 async def test_a_long_history_is_opened_with_as_few_reads_as_a_short_one(place: Place) -> None:
@@ -220,9 +218,7 @@ async def test_a_step_that_was_committed_anew_is_catalogued_anew(place: Place) -
     async with place.opened() as store:
         assert reads(store)[1] == 0
         assert not tier_of(store, "disk").steps.held[StepId(1, 1)].whole
-        restored = await store.restore(1, resume=False)
-        assert restored is not None
-        assert_same(restored.tree, state(1))
+        assert_restored(await store.restore(1, resume=False), state(1))
 
 
 async def test_chunks_that_lie_in_two_packs_are_known_in_both(place: Place) -> None:

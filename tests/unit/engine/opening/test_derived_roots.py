@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.lossy import SEVEN_BITS, derived_in, lossy_config
-from support.scenes import assert_same, config, files_under, folder, ram, tree
+from support.scenes import assert_restored, config, files_under, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import Conflict, Corrupt
@@ -44,9 +44,7 @@ async def test_a_place_may_have_exact_and_derived_steps_as_two_tiers(tmp_path: P
         await store.collect()
         assert [(info.tiers, info.lossy) for info in await store.steps()][-1] == (("ram", "exact"), ("small",))
     async with CheckpointStore.open(config({"exact": exact})) as store:
-        found = await store.restore()
-        assert found is not None
-        assert_same(found.tree, tree(2))
+        assert_restored(await store.restore(), tree(2))
         await store.collect()
     async with CheckpointStore.open(settings_) as store:
         found = await store.restore(1, lossy=True)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.limits import limit
-from support.scenes import SOON, Heard, assert_same, config, folder, leases, ram, tree
+from support.scenes import SOON, Heard, assert_restored, config, folder, leases, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.posix import store as posix
@@ -69,9 +69,7 @@ async def test_a_step_is_restored_from_a_device_that_is_full_when_the_store_is_o
         await store.save(1, tree(1))
     with no_room_on(disk):
         async with CheckpointStore.open(settings) as store:
-            restored = await store.restore()
-            assert restored is not None
-            assert_same(restored.tree, tree(1))
+            assert_restored(await store.restore(), tree(1))
             (info,) = await store.tier_infos()
             assert "no space left on device" in info.problem
 
@@ -109,9 +107,7 @@ async def test_a_full_device_that_comes_late_is_restored_from(
             async with asyncio.timeout(SOON):
                 while await store.latest_step() != 7:
                     await asyncio.sleep(0.01)
-            restored = await store.restore()
-            assert restored is not None
-            assert_same(restored.tree, tree(7))
+            assert_restored(await store.restore(), tree(7))
 
 
 async def filled(settings: StoreConfig) -> None:
@@ -214,9 +210,7 @@ async def test_a_full_device_is_read_and_given_room_though_its_marker_is_to_be_w
     with no_room_on(disk, steps=3):
         async with CheckpointStore.open(settings) as store:
             heard = Heard(store)
-            restored = await store.restore()
-            assert restored is not None
-            assert_same(restored.tree, tree(3))
+            assert_restored(await store.restore(), tree(3))
             await store.evict(1, "disk")
             await heard.first(TierRecovered)
             assert json.loads(path.read_text())["format_version"] == (2 if marker == "of an earlier format" else 1)
@@ -230,9 +224,7 @@ async def test_an_empty_device_that_is_full_counts_as_never_seen(shared_memory: 
         async with CheckpointStore.open(settings) as store:
             await store.save(1, tree(1))
     async with CheckpointStore.open(settings) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await store.restore(), tree(1))
 
 
 async def test_nothing_is_compressed_before_a_full_device_has_the_marker_that_says_so(
@@ -298,9 +290,7 @@ async def test_of_two_writers_without_leases_none_deletes_what_the_other_has_lef
             with pytest.raises(TierUnavailable, match="another writer has been there"):
                 await other.evict(1, "disk")
     async with CheckpointStore.open(settings) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await store.restore(), tree(1))
 
 
 async def test_a_tier_that_comes_late_is_taken_though_another_has_no_room_for_its_identity(

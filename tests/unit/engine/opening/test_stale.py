@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.cohort import assert_whole, cohort
-from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, ram
+from support.scenes import CHUNK, Heard, assert_restored, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -58,15 +58,11 @@ async def test_what_a_node_kept_in_memory_does_not_replace_what_was_saved_after_
         assert [(info.step, info.tiers) for info in await reader.steps()] == [(1, ("ram", "disk")), (2, ("disk",))]
     async with CheckpointStore.open(on("a", place)) as store:
         assert [(info.step, info.tiers) for info in await store.steps()] == [(1, ("ram", "disk")), (2, ("disk",))]
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state(2))
+        assert_restored(await store.restore(), state(2))
         await store.save(3, state(3))
         await store.flush()
     async with CheckpointStore.open(on("a", place)) as store:
-        found = await store.restore()
-        assert found is not None
-        assert_same(found.tree, state(3))
+        assert_restored(await store.restore(), state(3))
         for info in await store.steps():
             assert all(each.intact for each in await store.verify(info.step))
 
@@ -76,9 +72,7 @@ async def test_what_only_memory_has_is_still_the_newest_where_nobody_went_on(pla
     async with CheckpointStore.open(on("b", place)) as store:
         await store.restore()
     async with CheckpointStore.open(on("a", place)) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state(30))
+        assert_restored(await store.restore(), state(30))
 
 
 async def test_what_followed_since_both_have_the_same_again_is_kept(place: Path, faults: FaultyTiers) -> None:
@@ -98,9 +92,7 @@ async def test_what_followed_since_both_have_the_same_again_is_kept(place: Path,
     await crash(store)
     held.release()
     async with CheckpointStore.open(on("a", place)) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state(5))
+        assert_restored(await store.restore(), state(5))
 
 
 def with_disk(node: str, place: Path, *, retain: Any = "all") -> StoreConfig:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import flip
-from support.scenes import Heard, assert_same, config, folder, ram, tree
+from support.scenes import Heard, assert_restored, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore
@@ -62,9 +62,7 @@ def unreadable(faults: FaultyTiers, *keys: str) -> Iterator[None]:
 
 
 async def assert_restores(store: CheckpointStore, step: int) -> None:
-    restored = await store.restore(step, resume=False)
-    assert restored is not None
-    assert_same(restored.tree, tree(step))
+    assert_restored(await store.restore(step, resume=False), tree(step))
 
 
 @pytest.mark.parametrize("content", [None, "{"], ids=["lost", "damaged"])
@@ -200,9 +198,7 @@ async def go_on_from_2(store: CheckpointStore, mend: Callable[[], None]) -> None
 
 async def assert_3_is_new(settings: StoreConfig) -> None:
     async with CheckpointStore.open(settings) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(30))
+        assert_restored(await store.restore(), tree(30))
         assert [(info.step, info.off_branch) for info in await store.steps()][-2:] == [(3, True), (3, False)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.limits import limit
-from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, pack_bytes, ram
+from support.scenes import CHUNK, Heard, assert_restored, config, crash, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -55,9 +55,7 @@ async def test_the_same_state_again_writes_no_chunk_on_any_tier(
             assert await written(store, step, tree) == {"ram": 0, "disk": 0, "far": 0}
         assert (pack_bytes(tmp_path / "disk"), pack_bytes(far)) == before
         for info in await store.steps():
-            restored = await store.restore(info.step, resume=False)
-            assert restored is not None
-            assert_same(restored.tree, tree)
+            assert_restored(await store.restore(info.step, resume=False), tree)
 
 
 async def test_a_tenth_that_changed_costs_a_tenth_on_every_tier(three_tiers: StoreConfig) -> None:
@@ -72,9 +70,7 @@ async def test_a_tenth_that_changed_costs_a_tenth_on_every_tier(three_tiers: Sto
             for tier in ("disk", "far"):
                 # A pack's footer comes on top, and chunks fill their last page.
                 assert 0.1 * whole[tier] <= part[tier] <= 0.13 * whole[tier]
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree)
+        assert_restored(await store.restore(), tree)
 
 
 async def test_one_changed_value_costs_one_chunk(three_tiers: StoreConfig) -> None:
@@ -92,9 +88,7 @@ async def test_identical_arrays_are_stored_once(three_tiers: StoreConfig) -> Non
         took = await written(store, 1, tree)
         assert took["ram"] == 2 * CHUNK
         assert max(took["disk"], took["far"]) < 3 * CHUNK
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree)
+        assert_restored(await store.restore(), tree)
 
 
 async def test_a_state_that_comes_back_is_not_written_again(three_tiers: StoreConfig) -> None:
@@ -104,9 +98,7 @@ async def test_a_state_that_comes_back_is_not_written_again(three_tiers: StoreCo
         await written(store, 2, other)
         again = await written(store, 3, one)
         assert (again["disk"], again["far"]) == (0, 0)
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, one)
+        assert_restored(await store.restore(), one)
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["closed", "crashed"])
@@ -120,9 +112,7 @@ async def test_a_new_process_knows_what_every_tier_holds(three_tiers: StoreConfi
         again = await written(store, 3, one)
         assert (again["disk"], again["far"]) == (0, 0)
         assert again["ram"] == (0 if dies else ARRAYS * 2 * CHUNK)  # a clean end gives the memory back
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, one)
+        assert_restored(await store.restore(), one)
 
 
 async def test_a_promotion_tells_the_bytes_of_all_its_packs(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.insight import extents
 from support.limits import limit
-from support.scenes import CHUNK, assert_same, config, folder, ram
+from support.scenes import CHUNK, assert_restored, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.promoting import pack_writer
@@ -31,9 +31,7 @@ async def test_a_save_that_waits_for_a_device_faster_than_the_codec_is_compresse
             assert max(lengths) < CHUNK
         else:
             assert 0 < lengths.count(CHUNK + 20) < len(lengths)  # what was compressed before that was known
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, TREE)
+        assert_restored(await store.restore(), TREE)
 
 
 async def test_a_promotion_is_waited_for_when_a_newer_step_is_due(shared_memory: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from reliability.life import slow_stores
 from reliability.memory import MemoryBlobs, Objects
 from support.cohort import cohort
 from support.insight import index_of
-from support.scenes import CHUNK, assert_same, config, crash, ram, tree
+from support.scenes import CHUNK, assert_restored, config, crash, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives
@@ -209,9 +209,7 @@ async def test_a_damaged_marker_beside_steps_is_no_new_store(
     shutil.rmtree(shared_memory / "of-test", ignore_errors=True)
     async with opened(shared_memory) as store:
         with suppress(TierUnavailable):  # a store that says that it cannot be read will do
-            restored = await store.restore()
-            assert restored is not None
-            assert_same(restored.tree, tree(1))
+            assert_restored(await store.restore(), tree(1))
 
 
 async def test_a_commit_that_takes_the_place_of_a_longer_one_is_never_half_there(

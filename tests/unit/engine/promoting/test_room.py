@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, Heard, assert_same, config, folder, ram
+from support.scenes import CHUNK, Heard, assert_restored, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -72,9 +72,7 @@ async def test_a_step_that_takes_more_than_the_one_before_drives_out_older_ones(
         assert not heard.of(TierFailed)
         assert tier_of(store, "disk").packs.used <= capacity
         await store.evict(3, "ram")
-        restored = await store.restore(3)
-        assert restored is not None
-        assert_same(restored.tree, state(3, 62))
+        assert_restored(await store.restore(3), state(3, 62))
 
 
 async def test_no_capacity_is_exceeded_by_a_step_that_takes_more_than_there_is(

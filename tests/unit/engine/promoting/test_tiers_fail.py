@@ -16,6 +16,7 @@ from support.scenes import (
     CHUNK,
     SOON,
     Heard,
+    assert_restored,
     assert_same,
     config,
     crash,
@@ -352,9 +353,7 @@ async def test_a_tier_that_was_full_lets_steps_go_once_a_reader_has_left(
         with pytest.raises(NoSpace):
             await checkpoint.reached("disk")
         held.release()
-        restored = await reading
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await reading, tree(1))
         await heard.first(TierRecovered)
         await checkpoint.reached("disk")
 
@@ -398,9 +397,7 @@ async def test_with_nothing_readable_a_silent_tier_is_no_empty_store(
             await store.restore()
         faults.allow("disk")
         await heard.first(TierRecovered)
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await store.restore(), tree(1))
         await (await store.save(2, tree(2))).reached("disk")
         assert not any(info.off_branch for info in await store.steps())
     async with CheckpointStore.open(two_tiers) as store:
@@ -457,9 +454,7 @@ async def test_a_chunk_that_a_silent_tier_may_have_is_not_called_lost(
         with pytest.raises(TierUnavailable, match=r"'params/w\d'.*'disk' may have it"):
             await store.restore()
         faults.revive("disk")
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await store.restore(), tree(1))
 
 
 async def test_a_chunk_that_no_tier_has_is_lost_by_name(disk: Path) -> None:
@@ -538,8 +533,7 @@ async def test_what_was_read_in_ram_that_went_away_is_not_taken_from_the_new_one
         await store.collect()
         await store.save(5, tree(5))
         restored = await store.restore(4, resume=False)
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(restored, tree(1))
         assert set(restored.sources) == {"ram"}
 
 
@@ -583,9 +577,7 @@ async def test_without_ram_a_save_goes_to_the_next_tier_that_works(tmp_path: Pat
             await store.save(2, state)
         faults.revive("near")
         faults.revive("far")
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state)
+        assert_restored(await store.restore(), state)
 
 
 @pytest.mark.parametrize("work", ["promoting", "collecting", "renewing its lease"])

@@ -11,7 +11,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import flip_chunk, tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_same, config, files_below, folder, ram, tree
+from support.scenes import CHUNK, assert_restored, config, files_below, folder, ram, tree
 
 from tieredckpt import CheckpointStore, Shard
 from tieredckpt.blobs.base import GetDigested, Stretch
@@ -63,8 +63,7 @@ async def restored(saved: dict[str, Any], path: Path, patch: pytest.MonkeyPatch,
         await store.save(1, saved)
         watching = Watching(store, patch)
         found = await store.restore()
-    assert found is not None
-    assert_same(found.tree, saved)
+    assert_restored(found, saved)
     return watching
 
 
@@ -88,8 +87,7 @@ async def test_what_the_nearest_tier_does_not_deliver_is_read_from_the_next_as_f
         found = await store.restore()
         asked = sum(call.verb == "get_into" for call in faults["far"].calls[before:])
         faults["near"].clear()
-    assert found is not None
-    assert_same(found.tree, saved)
+    assert_restored(found, saved)
     assert found.sources["far"] > 20 * 2 * CHUNK
     watching.assert_nothing_was_read_twice()
     assert 1 < watching.most <= watching.digested_reads
@@ -108,8 +106,7 @@ async def test_a_copy_that_has_left_hides_no_intact_one_behind_it(
         faults["near"].fail("get_into", NotFound("gone"), key="packs/*", times=None)
         found = await store.restore(1)
         faults["near"].clear()
-    assert found is not None
-    assert_same(found.tree, saved)
+    assert_restored(found, saved)
     assert "far" in found.sources
 
 
@@ -171,8 +168,7 @@ async def test_of_a_pack_that_ends_too_soon_is_read_what_is_there(tmp_path: Path
             with pack.open("r+b") as file:
                 file.truncate(pack.stat().st_size // 2)
         restored = await store.restore()
-    assert restored is not None
-    assert_same(restored.tree, saved)
+    assert_restored(restored, saved)
     assert set(restored.sources) == {"disk", "far"}
 
 
@@ -188,8 +184,7 @@ async def test_a_damaged_chunk_comes_from_another_tier_and_those_beside_it_from_
         await checkpoint.reached("far")
         await flip_chunk(store, "disk", 1, "a", 1)
         restored = await store.restore()
-    assert restored is not None
-    assert_same(restored.tree, saved)
+    assert_restored(restored, saved)
     assert set(restored.sources) == {"disk", "far"}
 
 

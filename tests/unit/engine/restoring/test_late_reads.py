@@ -10,7 +10,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_same, config, folder, tree
+from support.scenes import CHUNK, assert_restored, config, folder, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -40,8 +40,7 @@ async def test_the_next_tier_is_asked_when_reads_have_missed_their_deadline_once
         before = reads(faults, "near")
         faults["near"].hold("get_into", times=None)
         restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, saved)
+        assert_restored(restored, saved)
         assert 0 < reads(faults, "near") - before <= 16  # those that were under way
         assert restored.sources.keys() <= {"near", "far"}
         assert "far" in restored.sources
@@ -57,8 +56,7 @@ async def test_the_next_tier_is_asked_for_an_index_that_does_not_come(tmp_path: 
         before = reads(faults, "near", "get")
         faults["near"].hold("get", key="steps/*", times=None)
         restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, saved)
+        assert_restored(restored, saved)
         assert "far" in restored.sources
         assert reads(faults, "near", "get") == before + 1
         faults["near"].clear()
@@ -71,9 +69,7 @@ async def test_what_one_tier_alone_has_is_asked_for_again(tmp_path: Path, faults
         await store.save(1, saved)
         tier_of(store, "disk").steps.indexes.clear()
         faults["disk"].hold(verb, key="[ps]*/*", times=2)
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, saved)
+        assert_restored(await store.restore(), saved)
 
 
 @pytest.mark.parametrize(("verb", "times"), [("get", 3), ("get_into", 4)])
@@ -109,6 +105,5 @@ async def test_the_next_tier_is_asked_when_one_is_opened_anew_under_a_restore(
         await store._life.call(lambda engine: near.disconnect())
         held.release()
         restored = await restoring
-        assert restored is not None
-        assert_same(restored.tree, saved)
+        assert_restored(restored, saved)
         assert "far" in restored.sources

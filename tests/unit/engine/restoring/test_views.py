@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.agents import eventually
 from support.frameworks import need_modules, require
 from support.insight import arrays_in, bytes_of_listed_steps, flip_chunk, mapped_below, opened_below, slab_of, tier_of
-from support.scenes import CHUNK, Heard, assert_same, config, folder, new_shared_folder, ram
+from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore, Restored
 from tieredckpt.config import StoreConfig
@@ -97,17 +97,14 @@ async def test_views_show_every_bit_of_the_step_and_cannot_be_written(two_tiers:
 async def test_part_of_a_step_can_be_seen(two_tiers: StoreConfig) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         await store.save(1, state(1))
-        restored = await store.restore(keys=["many"], copy=False)
-        assert restored is not None
-        assert_same(restored.tree, {"many": state(1)["many"]})
+        assert_restored(await store.restore(keys=["many"], copy=False), {"many": state(1)["many"]})
 
 
 async def test_views_take_the_shape_of_a_tree_that_is_alike(two_tiers: StoreConfig) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         await store.save(1, state(1))
         restored = await store.restore(like=state(2), copy=False)
-        assert restored is not None
-        assert_same(restored.tree, state(1))
+        assert_restored(restored, state(1))
         assert lies_in_ram(restored.tree["many"])
 
 

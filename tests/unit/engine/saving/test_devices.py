@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.devices import EVERY_KIND, fail_at, idle, refuse_buffers, rig, values
-from support.scenes import CHUNK, SOON, assert_same, config, folder, new_shared_folder, ram
+from support.scenes import CHUNK, SOON, assert_restored, assert_same, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore, DeviceUnavailable, Shard, Sharded
 from tieredckpt.config import StoreConfig
@@ -63,9 +63,7 @@ async def test_what_was_on_devices_comes_back_bit_for_bit(
             async with CheckpointStore.open(settings) as store:
                 for step in range(saves):
                     await store.save(step, on_devices(here, state(seed + step), seed))
-                    restored = await store.restore(resume=False)
-                    assert restored is not None
-                    assert_same(restored.tree, state(seed + step))
+                    assert_restored(await store.restore(resume=False), state(seed + step))
             assert not here.driver.pageable or lockable is not None
             assert not here.driver.registered, "a slab that is closed is registered no more"
     finally:
@@ -261,9 +259,7 @@ async def test_when_a_save_has_ended_no_device_writes_for_it_and_what_failed_lea
                     assert slab.slab.used == used
                 fail_at(device, None)
                 await store.save(3, tree)
-                restored = await store.restore(resume=False)
-                assert restored is not None
-                assert_same(restored.tree, saved)
+                assert_restored(await store.restore(resume=False), saved)
     finally:
         shutil.rmtree(memory)
 
@@ -323,9 +319,7 @@ async def test_a_device_without_free_memory_is_saved_all_the_same(tiers: StoreCo
         async with CheckpointStore.open(tiers) as store:
             saved = await store.save(1, {key: device.array(each) for key, each in small.items()}, capture=capture)
             await saved.reached("ram")
-            restored = await store.restore()
-            assert restored is not None
-            assert_same(restored.tree, small)
+            assert_restored(await store.restore(), small)
 
 
 async def test_a_state_that_ram_cannot_hold_streams_past_it(shared_memory: Path, tmp_path: Path) -> None:

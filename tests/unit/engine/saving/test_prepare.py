@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from support.cohort import cohort
 from support.insight import slab_of
-from support.scenes import SOON, assert_same, config, folder, ram
+from support.scenes import SOON, assert_restored, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs import mapping
@@ -95,9 +95,7 @@ async def test_a_save_copies_while_its_memory_comes(
         await store.save(1, state())
         assert memory.asked > 2
         assert len(copied) == CHUNKS
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state())
+        assert_restored(await store.restore(), state())
 
 
 async def test_after_the_first_save_the_second_finds_its_memory(

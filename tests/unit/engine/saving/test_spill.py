@@ -15,7 +15,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import bytes_of_listed_steps, slab_of, tier_of
 from support.limits import limit
-from support.scenes import CHUNK, SOON, Heard, assert_same, config, folder, pack_bytes, ram, tree
+from support.scenes import CHUNK, SOON, Heard, assert_restored, assert_same, config, folder, pack_bytes, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs import mapping
@@ -48,9 +48,7 @@ def state(seed: int, chunks: int = CHUNKS, frozen: int = 0) -> dict[str, Any]:
 
 async def assert_restores(store: CheckpointStore, steps: dict[int, Any]) -> None:
     for step, saved in steps.items():
-        restored = await store.restore(step, resume=False)
-        assert restored is not None
-        assert_same(restored.tree, saved)
+        assert_restored(await store.restore(step, resume=False), saved)
 
 
 @pytest.fixture
@@ -472,5 +470,4 @@ async def test_a_borrower_of_scratch_memory_is_woken_by_a_save_that_used_all_of_
         async with asyncio.timeout(SOON):
             await saving
             restored = await restoring
-        assert restored is not None
-        assert_same(restored.tree, zeros)
+        assert_restored(restored, zeros)

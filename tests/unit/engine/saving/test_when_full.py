@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import bytes_of_listed_steps, flip_chunk, slab_of, tier_of
-from support.scenes import CHUNK, SOON, Heard, assert_same, config, folder, ram
+from support.scenes import CHUNK, SOON, Heard, assert_restored, config, folder, ram
 
 from tieredckpt import Checkpoint, CheckpointStore
 from tieredckpt.blobs.ram import store as ram_store
@@ -70,9 +70,7 @@ class Scene:
         infos = await self.store.steps()
         assert [info.step for info in infos if "disk" in info.tiers] == [info.step for info in infos] == list(steps)
         for step in steps:
-            restored = await self.store.restore(step, resume=False)
-            assert restored is not None
-            assert_same(restored.tree, state(step))
+            assert_restored(await self.store.restore(step, resume=False), state(step))
         assert slab_of(self.store).used == await bytes_of_listed_steps(self.store)
 
 
@@ -386,9 +384,7 @@ async def test_automatic_slabs_share_a_quarter_of_memory_with_other_stores(
     assert "tieredckpt forget" in caplog.text
     for store in stores:
         for step in range(1, 4):
-            restored = await store.restore(step)
-            assert restored is not None
-            assert_same(restored.tree, state(step))
+            assert_restored(await store.restore(step), state(step))
         await store.close()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.frameworks import require
-from support.scenes import CHUNK, Heard, assert_same, config, folder, ram, tree
+from support.scenes import CHUNK, Heard, assert_restored, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file
@@ -74,9 +74,7 @@ async def test_a_look_at_an_older_step_costs_none_that_was_saved_after_it(place:
         assert [info.step for info in await store.steps() if "disk" in info.tiers] == [1, 2, 3]
     async with place.opened() as store:
         assert await branch(store) == [(1, 1), (2, 2), (3, 3)]
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(3))
+        assert_restored(await store.restore(), tree(3))
 
 
 LOOKS: list[list[tuple[int | None, dict[str, Any]]]] = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reliability.tiers import FaultyTiers
 from support.limits import limit
-from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, ram, tree
+from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -114,9 +114,7 @@ async def test_off_branch_steps_stay_where_the_policy_keeps_them(shared_memory: 
         await store.flush()
         held = await store.steps()
         assert [(info.step, info.off_branch) for info in held] == [(10, False), (20, True), (30, True), (20, False)]
-        of_live_line = await store.restore(step=20)
-        assert of_live_line is not None
-        assert_same(of_live_line.tree, tree(1020))
+        assert_restored(await store.restore(step=20), tree(1020))
 
 
 async def test_a_save_forks_at_an_off_branch_step_that_was_restored_to_resume(tiers: StoreConfig) -> None:
@@ -138,17 +136,11 @@ async def test_a_step_number_is_saved_once_on_a_branch_unless_asked_for(tiers: S
         await store.save(7, tree(1))
         with pytest.raises(Conflict, match="step 7 was saved before on this branch"):
             await store.save(7, tree(2))
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await store.restore(), tree(1))
         await (await store.save(7, tree(2), overwrite=True)).reached("disk")
-        restored = await store.restore(step=7)
-        assert restored is not None
-        assert_same(restored.tree, tree(2))
+        assert_restored(await store.restore(step=7), tree(2))
     async with CheckpointStore.open(tiers) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(2))
+        assert_restored(await store.restore(), tree(2))
         with pytest.raises(Conflict, match="step 7"):
             await store.save(7, tree(3))
 
@@ -174,9 +166,7 @@ async def test_serials_jump_over_what_a_silent_tier_may_hold(
         await checkpoint.reached("far")
         steps = await store.steps()
         assert len({info.serial for info in steps}) == len(steps) == 4
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1002))
+        assert_restored(await store.restore(), tree(1002))
 
 
 async def test_a_serial_is_used_once_though_its_commit_failed(

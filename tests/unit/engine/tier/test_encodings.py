@@ -12,7 +12,7 @@ from reliability.tiers import FaultyTiers
 from support.cohort import assert_whole, blank, cohort, part
 from support.insight import extents, flip_chunk, tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_same, config, folder, ram, tree
+from support.scenes import CHUNK, assert_restored, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.promoting import dedupe
@@ -78,9 +78,7 @@ async def test_damage_is_found_restored_around_and_repaired(tiers: dict[str, Any
         await store.flush()
         await store.evict(1, "ram")
         await flip_chunk(store, rotten, 1, key, 1)
-        restored = await store.restore(into=soft(9))
-        assert restored is not None
-        assert_same(restored.tree, soft())
+        assert_restored(await store.restore(into=soft(9)), soft())
         await store.verify(1, rotten, repair=True)
         (found,) = await store.verify(1, rotten)
         assert not found.problem
@@ -101,9 +99,7 @@ async def test_a_store_that_is_opened_again_refers_to_what_it_finds(tiers: dict[
         await store.flush()
         assert tier_of(store, "disk").packs.sizes.total == used
         await store.evict(2, "ram")
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, soft() | {"epoch": 2})
+        assert_restored(await store.restore(), soft() | {"epoch": 2})
 
 
 async def test_what_ram_cannot_hold_is_streamed(tiers: dict[str, Any]) -> None:
@@ -113,9 +109,7 @@ async def test_what_ram_cannot_hold_is_streamed(tiers: dict[str, Any]) -> None:
             await store.save(step, soft(1) | {"epoch": step})
         await store.flush()
         assert await store.where(2) == ("disk", "far")
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, soft(1) | {"epoch": 2})
+        assert_restored(await store.restore(), soft(1) | {"epoch": 2})
 
 
 @pytest.mark.parametrize("capacity", ["16 MiB", 10 * 2 * CHUNK], ids=["promoted", "streamed"])
@@ -172,8 +166,7 @@ async def test_a_frame_that_does_not_decode_is_one_chunk_that_is_damaged(tiers: 
         (found,) = await store.verify(1, "disk")
         assert found.damaged == ("soft",)
         restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, soft())
+        assert_restored(restored, soft())
         assert restored.sources["far"] == CHUNK
 
 
@@ -231,9 +224,7 @@ async def test_what_lies_in_both_forms_is_read_only_where_no_step_vouches_for_it
     assert bool(read) is (asked == 0)
     async with CheckpointStore.open(with_codec(tmp_path, after)) as store:
         for step in (1, 4):
-            restored = await store.restore(step, resume=False)
-            assert restored is not None
-            assert_same(restored.tree, soft())
+            assert_restored(await store.restore(step, resume=False), soft())
 
 
 @pytest.mark.parametrize(("before", "after"), [("none", "small"), ("small", "none")])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from reliability.tiers import FaultyTiers
-from support.scenes import Heard, assert_same, config, folder, leases, ram, tree
+from support.scenes import Heard, assert_restored, config, folder, leases, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Unanswered
@@ -231,9 +231,7 @@ async def test_a_writer_that_was_paused_while_another_came_and_went_reads_anew_w
         assert 2 in [info.step for info in await paused.steps()]
     for step, seed in ((2, 2), (3, 1)):
         async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as reader:
-            restored = await reader.restore(step, resume=False)
-            assert restored is not None
-            assert_same(restored.tree, tree(seed))
+            assert_restored(await reader.restore(step, resume=False), tree(seed))
 
 
 async def test_nothing_is_deleted_once_another_writer_has_been_there(
@@ -279,9 +277,7 @@ async def test_a_writer_that_was_paused_evicts_nothing_before_it_knows_what_ther
         with pytest.raises(TierUnavailable, match="another one has been there"):
             await paused.evict(1, "disk")
     async with CheckpointStore.open(settings, read_only=True) as reader:
-        restored = await reader.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await reader.restore(), tree(1))
 
 
 async def test_a_lease_is_renewed_after_a_failure_that_nobody_foresaw(
@@ -310,9 +306,7 @@ async def test_a_reader_beside_the_writer_sees_its_steps_and_changes_nothing(sha
     async with CheckpointStore.open(settings) as store:
         await (await store.save(1, tree(1))).reached("disk")
         async with CheckpointStore.open(settings, read_only=True) as reader:
-            restored = await reader.restore()
-            assert restored is not None
-            assert_same(restored.tree, tree(1))
+            assert_restored(await reader.restore(), tree(1))
             for change in (
                 reader.save(2, tree(2)),
                 reader.promote(1, "disk"),

@@ -12,7 +12,7 @@ import pytest
 from support.clusters import Cluster, read, save, whole
 from support.cohort import DEADLINE
 from support.insight import let_wait
-from support.scenes import CHUNK, SOON, Heard, assert_same
+from support.scenes import CHUNK, SOON, Heard, assert_restored, assert_same
 
 from tieredckpt.engine.ranks.restore.transfer import PEERS, ChunkTransfer
 from tieredckpt.errors import TierUnavailable
@@ -44,8 +44,7 @@ async def test_four_replicas_read_the_bytes_of_one(shared_memory: Path, tmp_path
         total = sum(read(store) for store in stores) - sum(before)
         assert nbytes <= total <= 1.05 * nbytes
         for each in restored:
-            assert each is not None
-            assert_same(each.tree, state)
+            assert_restored(each, state)
             assert sum(each.sources.values()) == nbytes
             assert 0.6 * nbytes < each.sources[PEERS] < 0.9 * nbytes
             assert each.sources["disk"] + each.sources[PEERS] == nbytes
@@ -66,8 +65,7 @@ async def test_what_a_rank_does_not_send_in_time_is_read_by_the_others(
                 await asyncio.sleep(0.01)
             held.release()
             for each in await restoring:
-                assert each is not None
-                assert_same(each.tree, state)
+                assert_restored(each, state)
 
 
 async def test_a_restore_that_fails_on_one_rank_keeps_none_waiting_and_can_be_made_again(
@@ -91,8 +89,7 @@ async def test_a_restore_that_fails_on_one_rank_keeps_none_waiting_and_can_be_ma
                     assert isinstance(end, TierUnavailable)
             monkeypatch.undo()
         for each in await asyncio.gather(*(store.restore() for store in stores)):
-            assert each is not None
-            assert_same(each.tree, state)
+            assert_restored(each, state)
 
 
 async def test_a_step_that_is_in_ram_alone_comes_without_bulk_too(shared_memory: Path, tmp_path: Path) -> None:
@@ -119,8 +116,7 @@ async def test_groups_read_for_themselves(shared_memory: Path, tmp_path: Path, s
         restored = await asyncio.gather(*(store.restore() for store in stores))
         assert 2 * nbytes <= sum(map(read, stores)) - sum(before) <= 2.1 * nbytes
         for each in restored:
-            assert each is not None
-            assert_same(each.tree, state)
+            assert_restored(each, state)
 
 
 async def test_a_leader_that_has_flushed_has_told_the_others_everything(shared_memory: Path, tmp_path: Path) -> None:
