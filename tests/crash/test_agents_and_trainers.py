@@ -638,9 +638,7 @@ async def test_a_training_that_ends_by_an_exception_leaves_the_rest_to_its_agent
     assert len(list(disk.glob("steps/*/manifest.ocdbt"))) == 1
 
 
-async def test_a_stopped_agent_gives_its_leases_back_and_another_follows(
-    slow: StoreConfig, ram_folder: Path, disk: Path
-) -> None:
+async def test_a_stopped_agent_gives_its_leases_back_and_another_follows(slow: StoreConfig, ram_folder: Path) -> None:
     async with CheckpointStore.open(slow) as store:
         ckpt = await store.save(1, tree(1))
         await until(store, lambda: tier_of(store, "disk").steps.promotions > 0)

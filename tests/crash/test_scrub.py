@@ -446,7 +446,7 @@ async def test_what_steps_share_is_read_once(place: Path) -> None:
             assert sum(read) == (2 * len(KEYS) + 2 * (len(KEYS) - 1)) * CHUNK
 
 
-async def test_a_rate_bounds_what_is_read(place: Path) -> None:
+async def test_a_rate_bounds_what_is_read() -> None:
     """By a clock of the test: time goes on only while the scan sleeps."""
     now = [0.0]
 

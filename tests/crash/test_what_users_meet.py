@@ -401,9 +401,7 @@ class Training:
 
 
 @pytest.mark.parametrize("lost", ["the process", "the node"])
-async def test_after_a_recovery_the_training_goes_on_bit_for_bit(
-    two_tiers: StoreConfig, shared_memory: Path, disk: Path, lost: str
-) -> None:
+async def test_after_a_recovery_the_training_goes_on_bit_for_bit(two_tiers: StoreConfig, disk: Path, lost: str) -> None:
     undisturbed = Training()
     for _ in range(12):
         undisturbed.step()

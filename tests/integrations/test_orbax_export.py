@@ -194,7 +194,7 @@ def test_where_nothing_can_be_linked_it_is_copied(
     equal(tree, ocp.StandardCheckpointer().restore(tmp_path / "out"))
 
 
-def test_to_another_file_system_and_from_ram_it_is_copied(tmp_path: Path, shared_memory: Path, opened: Opened) -> None:
+def test_to_another_file_system_and_from_ram_it_is_copied(shared_memory: Path, opened: Opened) -> None:
     store = opened()
     saved(store, {"w": large()})
     export_step(store, f"orbax:{shared_memory / 'out'}")
@@ -341,7 +341,7 @@ def test_a_pack_that_is_cut_off_is_not_exported(tmp_path: Path, opened: Opened) 
         export_step(store, f"orbax:{tmp_path / 'out'}")
 
 
-def test_the_command_line_exports(tmp_path: Path, shared_memory: Path, opened: Opened) -> None:
+def test_the_command_line_exports(tmp_path: Path, opened: Opened) -> None:
     store = opened()
     saved(store, {"w": large()})
     store.close()

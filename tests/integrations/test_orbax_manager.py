@@ -379,7 +379,7 @@ def loss(metrics: Any) -> float:
         {"preservation_policy": policies.AnyPreservationPolicy([policies.LatestN(1), policies.EveryNSteps(3)])},
     ],
 )
-def test_a_folder_keeps_what_the_options_say(options: dict[str, Any], tmp_path: Path, shared_memory: Path) -> None:
+def test_a_folder_keeps_what_the_options_say(options: dict[str, Any], tmp_path: Path) -> None:
     losses = [5, 1, 4, 2, 8, 3, 9, 7]
     theirs = ocp.CheckpointManager(tmp_path / "theirs", options=Options(enable_async_checkpointing=False, **options))
     with theirs, CheckpointManager(tmp_path / "mine", options=Options(**options)) as mine:
@@ -438,7 +438,7 @@ def test_options_without_an_equal_are_refused_or_told(
     assert "a configuration says that itself" in caplog.text
 
 
-def test_a_reader_saves_nothing(tmp_path: Path, shared_memory: Path) -> None:
+def test_a_reader_saves_nothing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
         manager.wait_until_finished()

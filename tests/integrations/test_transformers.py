@@ -135,7 +135,7 @@ def test_what_the_stores_retention_took_is_not_resumed_from(tmp_path: Path, shar
             trainer._load_from_checkpoint(str(tmp_path / "run" / "checkpoint-99"))
 
 
-def test_no_training_goes_on_by_itself_from_what_is_left_as_a_lossy_copy(tmp_path: Path, shared_memory: Path) -> None:
+def test_no_training_goes_on_by_itself_from_what_is_left_as_a_lossy_copy(tmp_path: Path) -> None:
     tiers = {
         "disk": {"kind": "posix", "path": str(tmp_path / "disk"), "retain": "all", "fsync": False},
         "rounded": {

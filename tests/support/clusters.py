@@ -111,7 +111,7 @@ async def restore(stores: Sequence[CheckpointStore], seed: int) -> list[dict[str
     return [dict(each.sources) for each in restored if each is not None]
 
 
-async def replicated(stores: Sequence[CheckpointStore], heard: Sequence[Heard], step: int) -> list[StepReplicated]:
+async def replicated(heard: Sequence[Heard], step: int) -> list[StepReplicated]:
     return list(await asyncio.gather(*(one.first(StepReplicated, lambda event: event.step == step) for one in heard)))
 
 

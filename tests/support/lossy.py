@@ -37,8 +37,7 @@ async def lose(place: Path) -> None:
     place.rmdir()
 
 
-async def crash_ram(store: CheckpointStore, shared_memory: Path) -> None:
-    """Lose what RAM has of the store."""
-    await store._life.open_engine.collector.evictor.evict(
-        store._life.open_engine.state.find(1), store._life.open_engine.state.tier("ram"), deleted=True
-    )
+async def crash_ram(store: CheckpointStore) -> None:
+    """Lose step 1 in RAM."""
+    engine = store._life.open_engine
+    await engine.collector.evictor.evict(engine.state.find(1), engine.state.tier("ram"), deleted=True)

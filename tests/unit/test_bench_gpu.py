@@ -173,7 +173,7 @@ def test_a_step_lasts_long_enough_to_hide_the_copy_and_what_is_waited_is_beyond_
     assert waiting.waited_s >= 0.1
 
 
-def test_steps_without_a_save_are_measured_in_turns_with_those_beside_one(tmp_path: Path) -> None:
+def test_steps_without_a_save_are_measured_in_turns_with_those_beside_one() -> None:
     order: list[str] = []
     with FakeDriver() as driver:
         training = FakeTraining(driver)

@@ -69,7 +69,7 @@ async def test_promise_12_a_lossy_copy_is_no_copy_of_the_step(tmp_path: Path, sh
         for offset in range(0, len(data) - layout.ALIGNMENT, layout.ALIGNMENT):
             data[offset + 5] ^= 1
         pack.write_bytes(data)
-        await crash_ram(store, shared_memory)
+        await crash_ram(store)
     async with CheckpointStore.open(settings_) as store:
         with pytest.raises(Corrupt, match="is lost"):
             await store.restore()
@@ -419,7 +419,7 @@ async def test_a_reader_sees_lossy_copies_come(tmp_path: Path, shared_memory: Pa
             await store.save(2, tree(2))
             await store.flush()
             assert [info.lossy for info in await reader.steps()] == [("archive",), ("archive",)]
-            await crash_ram(store, shared_memory)
+            await crash_ram(store)
             found = await reader.restore(1, lossy=True)
             assert found is not None
             assert found.lossy
@@ -444,7 +444,7 @@ async def test_an_agent_derives_and_its_trainer_knows(tmp_path: Path, shared_mem
         with pytest.raises(Invalid, match="`lossy` rules"):
             await (await store.save(3, tree(3))).reached("archive")
         await store.promote(1, "archive")
-        await crash_ram(store, shared_memory)
+        await crash_ram(store)
         restored = await store.restore(1, lossy=True, resume=False)
         assert restored is not None
         assert restored.lossy

@@ -131,10 +131,9 @@ def played_by_the_simulator(config: StoreConfig, steps: int, trace: Trace) -> li
         if failing and failing[0][0] == step:
             kind = failing.pop(0)[1]
             failures.append(Failure(now + 1900, kind))
-            _, at = restored_by(config, scenario, failures, now + 1900 + restart + 60)
+            step = restored_by(scenario, failures, now + 1900 + restart + 60)
             now += 1900 + restart
             ends.append(now + 1800)
-            step = at
     simulate(scenario, now + 1800, trace=failures, hear=heard.append)
     moments: list[set[Done]] = [set() for _ in ends]
     for action in heard:
@@ -143,14 +142,12 @@ def played_by_the_simulator(config: StoreConfig, steps: int, trace: Trace) -> li
     return moments
 
 
-def restored_by(
-    config: StoreConfig, scenario: Scenario, failures: list[Failure], until: float
-) -> tuple[str | None, int]:
-    """Where the last restore before a time was from, and the step that it gave; the trace goes on from there."""
+def restored_by(scenario: Scenario, failures: list[Failure], until: float) -> int:
+    """The step that the last restore before a time gave; the trace goes on from there."""
     heard: list[Action] = []
     simulate(scenario, until, trace=failures, hear=heard.append)
     restores = [action for action in heard if action.what == "restored" and action.at - 1.8e9 > failures[-1].at]
-    return (restores[-1].tier, restores[-1].step) if restores else (None, 0)
+    return restores[-1].step if restores else 0
 
 
 def tiers(memory: Path, disk: Path, which: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ async def test_a_deletion_that_failed_is_repeated(store: CheckpointStore, betwee
 
 
 async def test_a_step_is_not_committed_again_while_a_deletion_of_it_may_come(
-    store: CheckpointStore, between: Proxy, s3_place: Place
+    store: CheckpointStore, between: Proxy
 ) -> None:
     heard = Heard(store)
     postponed = await given_up(store, between)

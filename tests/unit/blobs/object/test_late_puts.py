@@ -56,7 +56,7 @@ async def test_a_commit_that_comes_late_is_taken_back(store: CheckpointStore, be
 
 
 async def test_what_a_commit_refers_to_that_may_come_late_is_kept(
-    store: CheckpointStore, between: Proxy, s3_place: Place, settings: StoreConfig
+    store: CheckpointStore, between: Proxy, settings: StoreConfig
 ) -> None:
     await store.save(1, tree(1))
     await store.promote(1, "s3")
@@ -158,7 +158,7 @@ async def test_after_a_restart_a_late_commit_of_the_same_save_is_replaced(
 
 
 async def test_a_first_commit_replaces_nothing_and_its_index_has_a_name_of_its_own(
-    store: CheckpointStore, between: Proxy, s3_place: Place
+    store: CheckpointStore, s3_place: Place
 ) -> None:
     await store.save(1, tree(1))
     await store.promote(1, "s3")

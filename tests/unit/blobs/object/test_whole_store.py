@@ -292,7 +292,7 @@ async def test_training_goes_on_beside_a_server_that_hangs(settings: StoreConfig
                 await asyncio.sleep(0.05)
 
 
-async def test_a_reader_needs_no_right_to_write(settings: StoreConfig, between: Proxy, shared_memory: Path) -> None:
+async def test_a_reader_needs_no_right_to_write(settings: StoreConfig, between: Proxy) -> None:
     async with CheckpointStore.open(settings) as store:
         await store.save(1, tree(1))
         await store.flush()
@@ -328,9 +328,7 @@ async def test_a_url_and_the_environment_are_enough(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_stock_tensorstore_opens_what_is_there(
-    settings: StoreConfig, s3_place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stock_tensorstore_opens_what_is_there(settings: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     import tensorstore as ts
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", CREDENTIALS["access_key_id"])

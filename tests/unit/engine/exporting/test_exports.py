@@ -286,7 +286,7 @@ def test_an_export_that_hangs_blocks_neither_flush_nor_eviction_nor_the_others(
 
 
 def test_a_format_may_read_pieces_of_several_arrays_side_by_side_and_stop_early(
-    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No memory is filled again while somebody may read it, nor given to the next export."""
     found: list[bool] = []

@@ -233,7 +233,7 @@ async def test_copies_in_the_ram_of_other_nodes_do_not_bring_a_deleted_step_back
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await save_on_all(stores, 1)
-        await replicated(stores, heard, 1)
+        await replicated(heard, 1)
         await stores[0].delete(1, force=True)
 
         def kept(store: CheckpointStore) -> list[Any]:

@@ -111,7 +111,7 @@ async def test_what_left_a_tier_does_not_come_back(shared_memory: Path, tmp_path
     await crash(store)
 
 
-async def test_what_was_evicted_by_hand_comes_back_by_hand_alone(shared_memory: Path, tmp_path: Path) -> None:
+async def test_what_was_evicted_by_hand_comes_back_by_hand_alone(tmp_path: Path) -> None:
     settings = config({"near": folder(tmp_path / "near"), "far": folder(tmp_path / "far")})
     async with CheckpointStore.open(settings) as store:
         checkpoint = await store.save(1, tree(1))
@@ -190,7 +190,7 @@ async def test_flush_returns_though_a_promotion_depends_on_the_time(shared_memor
             await store.flush()
 
 
-async def test_a_schedule_says_when_and_one_that_fails_saves(shared_memory: Path, tmp_path: Path) -> None:
+async def test_a_schedule_says_when_and_one_that_fails_saves(tmp_path: Path) -> None:
     tiers = {"disk": folder(tmp_path)}
     async with CheckpointStore.open(config(tiers, schedule={"kind": "every_n_steps", "n": 3})) as store:
         saved = []

@@ -177,9 +177,7 @@ async def test_by_hand_as_well_the_last_good_copy_stays(shared_memory: Path, tmp
         assert [info.step for info in await store.steps()] == [2]
 
 
-async def test_of_two_copies_evicted_at_once_one_stays(
-    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
-) -> None:
+async def test_of_two_copies_evicted_at_once_one_stays(tmp_path: Path, faults: FaultyTiers) -> None:
     settings = config({"near": folder(tmp_path / "near"), "far": folder(tmp_path / "far")})
     async with CheckpointStore.open(settings) as store:
         await (await store.save(1, tree(1))).reached("far")
@@ -230,9 +228,7 @@ async def test_a_rollback_does_not_let_the_durable_step_go_before_its_successor(
     await crash(store)
 
 
-async def test_an_eviction_that_failed_half_way_is_no_copy_to_rely_on(
-    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
-) -> None:
+async def test_an_eviction_that_failed_half_way_is_no_copy_to_rely_on(tmp_path: Path, faults: FaultyTiers) -> None:
     settings = config({"near": folder(tmp_path / "near"), "far": folder(tmp_path / "far")})
     async with CheckpointStore.open(settings) as store:
         await (await store.save(1, tree(1))).reached("far")

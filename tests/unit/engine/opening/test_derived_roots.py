@@ -52,9 +52,7 @@ async def test_a_place_may_have_exact_and_derived_steps_as_two_tiers(tmp_path: P
         assert found.lossy
 
 
-async def test_old_packs_of_the_place_are_untouched_when_a_tier_is_given_rules(
-    tmp_path: Path, shared_memory: Path
-) -> None:
+async def test_old_packs_of_the_place_are_untouched_when_a_tier_is_given_rules(tmp_path: Path) -> None:
     plain = config({"disk": folder(tmp_path / "disk"), "archive": folder(tmp_path / "archive")})
     async with CheckpointStore.open(plain) as store:
         await store.save(1, tree(1))

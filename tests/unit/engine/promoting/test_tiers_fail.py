@@ -386,7 +386,7 @@ async def test_a_tier_that_hangs_fails_by_its_deadline(shared_memory: Path, disk
 
 
 async def test_with_nothing_readable_a_silent_tier_is_no_empty_store(
-    two_tiers: StoreConfig, shared_memory: Path, faults: FaultyTiers
+    two_tiers: StoreConfig, faults: FaultyTiers
 ) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         await (await store.save(1, tree(1))).reached("disk")

@@ -322,7 +322,7 @@ async def test_a_shared_tier_that_fails_is_told_on_all_ranks_and_to_who_waits(pl
 
 
 async def test_a_rank_whose_ram_fails_streams_and_the_step_is_committed_all_the_same(
-    place: Place, shared_memory: Path, faults: FaultyTiers
+    place: Place, faults: FaultyTiers
 ) -> None:
     async with place.open(2) as ranks:
         first = ranks[1]._life.engine.state.tiers[0]

@@ -102,7 +102,7 @@ def test_a_restore_takes_the_save_that_returned_before_it(
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_what_lies_in_that_memory_already_is_copied_too(settings: StoreConfig, memory: copies.Memory) -> None:
+def test_what_lies_in_that_memory_already_is_copied_too(memory: copies.Memory) -> None:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     for place in (None, sharding):
         array = jax.device_put(jnp.arange(1000.0), place)

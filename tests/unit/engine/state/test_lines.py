@@ -145,9 +145,7 @@ async def test_a_step_number_is_saved_once_on_a_branch_unless_asked_for(tiers: S
             await store.save(7, tree(3))
 
 
-async def test_serials_jump_over_what_a_silent_tier_may_hold(
-    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
-) -> None:
+async def test_serials_jump_over_what_a_silent_tier_may_hold(tmp_path: Path, faults: FaultyTiers) -> None:
     near, far = folder(tmp_path / "near"), folder(tmp_path / "far", retain="all")
     async with CheckpointStore.open(config({"near": near, "far": far})) as store:
         await store.save(1, tree(1))

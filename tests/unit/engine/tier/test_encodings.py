@@ -153,7 +153,7 @@ async def test_ranks_that_stream_find_intact_what_is_there(
     assert not any(read)
 
 
-async def test_a_frame_that_does_not_decode_is_one_chunk_that_is_damaged(tiers: dict[str, Any], tmp_path: Path) -> None:
+async def test_a_frame_that_does_not_decode_is_one_chunk_that_is_damaged(tiers: dict[str, Any]) -> None:
     """Its neighbours of the same run come from the same tier."""
     async with CheckpointStore.open(config(tiers)) as store:
         await store.save(1, soft())
@@ -229,7 +229,7 @@ async def test_what_lies_in_both_forms_is_read_only_where_no_step_vouches_for_it
 
 @pytest.mark.parametrize(("before", "after"), [("none", "small"), ("small", "none")])
 async def test_damage_to_what_lies_in_both_forms_is_repaired_and_not_referred_to(
-    shared_memory: Path, tmp_path: Path, before: str, after: str
+    tmp_path: Path, before: str, after: str
 ) -> None:
     await saved(tmp_path, before, 1, soft())
     await saved(tmp_path, after, 2, soft())
@@ -253,7 +253,7 @@ async def test_damage_to_what_lies_in_both_forms_is_repaired_and_not_referred_to
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 @pytest.mark.parametrize("key", ["soft", "params/w3"])
 async def test_a_step_that_is_repaired_after_a_change_of_codec_stays_as_stock_readers_open_it(
-    shared_memory: Path, tmp_path: Path, before: str, after: str, key: str
+    tmp_path: Path, before: str, after: str, key: str
 ) -> None:
     await saved(tmp_path, before, 1, soft())
     tiers = {

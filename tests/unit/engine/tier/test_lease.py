@@ -261,7 +261,7 @@ async def test_nothing_is_deleted_once_another_writer_has_been_there(
 
 
 async def test_a_writer_that_was_paused_evicts_nothing_before_it_knows_what_there_is(
-    disk: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Promise 6: what it knows of as newer may have left, and the step be the last good copy."""
     settings = config({"disk": folder(disk, retain="all")}, lease_ttl=1000)

@@ -357,7 +357,7 @@ async def test_collection_never_takes_what_ranks_have_just_written(place: Place)
     await finds(place, 1)
 
 
-async def test_a_tier_that_is_not_shared_is_refused(place: Place, shared_memory: Path, tmp_path: Path) -> None:
+async def test_a_tier_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     from reliability.ranks import World
 
     world = World(2, nodes=["a", "a"])

@@ -38,7 +38,7 @@ async def test_a_lost_node_comes_back_from_the_ram_of_the_others(cluster: Cluste
         heard = [Heard(store) for store in stores]
         await save(stores, 1)
         await save(stores, 2)
-        for event in await replicated(stores, heard, 2):
+        for event in await replicated(heard, 2):
             assert event.copies == 2
     for lost in ("b", "a"):
         cluster.lose(lost)
@@ -55,13 +55,13 @@ async def test_training_goes_on_after_a_lost_node(cluster: Cluster) -> None:
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await save(stores, 1)
-        await replicated(stores, heard, 1)
+        await replicated(heard, 1)
     cluster.lose("a")
     async with cluster.open() as stores:
         heard = [Heard(store) for store in stores]
         await restore(stores, 1)
         await save(stores, 2)
-        await replicated(stores, heard, 2)
+        await replicated(heard, 2)
         assert set(await stores[0].where(2)) == {"ram"}
         await asyncio.gather(*(store.promote(2, "disk") for store in stores[:1]))
 
@@ -70,7 +70,7 @@ async def test_what_is_damaged_in_a_rank_s_own_ram_comes_from_its_copy(cluster: 
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await save(stores, 1)
-        await replicated(stores, heard, 1)
+        await replicated(heard, 1)
         for store in stores[:2]:  # both of one node
             tier = store._life.engine.state.tiers[0]
             assert tier.ram is not None
@@ -85,14 +85,14 @@ async def test_a_part_that_came_back_is_promoted_from_where_it_is_now(cluster: C
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await save(stores, 1)
-        await replicated(stores, heard, 1)
+        await replicated(heard, 1)
     cluster.lose("b")
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await restore(stores, 1)
         await copied(stores, 1)
         await save(stores, 2)
-        await replicated(stores, heard, 2)  # the copies of step 1 have gone
+        await replicated(heard, 2)  # the copies of step 1 have gone
         await stores[0].promote(1, "disk")
         assert await stores[0].where(1) == ("ram", "disk")
 
@@ -105,7 +105,7 @@ async def test_ranks_that_change_their_nodes_find_their_parts_and_copy_them_anew
     async with before.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await save(stores, 1)
-        await replicated(stores, heard, 1)
+        await replicated(heard, 1)
     after = Cluster(("c", "a", "b"), shared_memory, tmp_path / "disk", **settings)
     async with after.open(crashing=True) as stores:
         await restore(stores, 1)
@@ -121,7 +121,7 @@ async def test_no_node_keeps_a_copy_of_its_own_parts(cluster: Cluster) -> None:
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await save(stores, 1)
-        await replicated(stores, heard, 1)
+        await replicated(heard, 1)
         kept = {
             node: {path.name for path in cluster.ram_of(node).glob("rank-*.replica")} for node in set(cluster.nodes)
         }
@@ -132,10 +132,10 @@ async def test_only_what_changed_is_sent(cluster: Cluster) -> None:
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await save(stores, 1)
-        (first, *_) = await replicated(stores, heard, 1)
+        (first, *_) = await replicated(heard, 1)
         assert STATE_BYTES <= first.sent <= 1.1 * STATE_BYTES
         await save(stores, 2, seed=1)
-        (second, *_) = await replicated(stores, heard, 2)
+        (second, *_) = await replicated(heard, 2)
         assert second.sent <= 0.1 * STATE_BYTES
 
 
@@ -143,7 +143,7 @@ async def test_policies_see_on_how_many_nodes_a_step_lies(cluster: Cluster) -> N
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await save(stores, 1)
-        await replicated(stores, heard, 1)
+        await replicated(heard, 1)
         for store in stores:
             (step,) = store._life.engine.state.view().steps
             assert step.replicas == 2
@@ -154,7 +154,7 @@ async def test_older_copies_go_when_a_newer_step_is_whole(cluster: Cluster) -> N
         heard = [Heard(store) for store in stores]
         for step in range(1, 5):
             await save(stores, step)
-            await replicated(stores, heard, step)
+            await replicated(heard, step)
         for node in set(cluster.nodes):
             for kept in cluster.ram_of(node).glob("rank-*.replica"):
                 assert [path.name for path in (kept / "steps").iterdir() if any(path.iterdir())] == [
@@ -166,7 +166,7 @@ async def test_a_copy_that_fails_stops_no_training(cluster: Cluster) -> None:
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await save(stores, 1)
-        await replicated(stores, heard, 1)
+        await replicated(heard, 1)
         kept = next(cluster.ram_of("b").glob("rank-0.replica"))
         shutil.rmtree(kept / "steps")
         (kept / "steps").touch()  # nothing can be committed there
@@ -176,7 +176,7 @@ async def test_a_copy_that_fails_stops_no_training(cluster: Cluster) -> None:
             assert (failed.step, failed.ranks) == (2, (cluster.world.nodes.index("b"),))
         (kept / "steps").unlink()
         await save(stores, 3)
-        await replicated(stores, heard, 3)
+        await replicated(heard, 3)
 
 
 async def test_memory_that_is_not_there_for_replicas_is_refused_with_the_numbers(
@@ -198,7 +198,7 @@ async def test_racks_that_are_named_are_never_shared(shared_memory: Path, tmp_pa
     async with cluster.open(crashing=True) as stores:
         heard = [Heard(store) for store in stores]
         await save(stores, 1)
-        await replicated(stores, heard, 1)
+        await replicated(heard, 1)
         for rank, node in enumerate(racks):
             (keeper,) = list(shared_memory.rglob(f"rank-{rank}.replica"))
             assert racks[keeper.parents[2].name] != racks[node]
