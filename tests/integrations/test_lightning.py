@@ -161,8 +161,16 @@ def test_after_the_loss_of_a_node_a_path_means_what_it_named_before(
     io._opened().store.close()
 
 
-def test_the_checkpoint_before_slurm_ends_the_job_outlives_the_node(tmp_path: Path, shared_memory: Path) -> None:
-    io = program.TieredCheckpointIO(rarely_on_disk(tmp_path, shared_memory / "first"))
+@pytest.mark.parametrize("lossy", [False, True], ids=["", "also with a nearer tier of lossy copies"])
+def test_the_checkpoint_before_slurm_ends_the_job_outlives_the_node(
+    tmp_path: Path, shared_memory: Path, lossy: bool
+) -> None:
+    store = rarely_on_disk(tmp_path, shared_memory / "first")
+    if lossy:
+        rules = [{"keys": ["**"], "max_error": "1%"}]
+        small = {"kind": "posix", "path": str(tmp_path / "small"), "fsync": False, "lossy": rules}
+        store["tiers"] = {"ram": store["tiers"]["ram"], "small": small, "disk": store["tiers"]["disk"]}
+    io = program.TieredCheckpointIO(store)
     io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, tmp_path / "last.ckpt")
     io.save_checkpoint({"global_step": 3, "w": torch.zeros(3)}, tmp_path / "hpc_ckpt_1.ckpt")
     assert io._opened().store.where(1) == ("ram",)

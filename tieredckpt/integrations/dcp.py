@@ -57,6 +57,7 @@ from tieredckpt import (
     TieredCkptError,
     TierUnavailable,
 )
+from tieredckpt.integrations._durable import awaited_tier
 
 __all__ = ["TieredReader", "TieredWriter"]
 
@@ -155,7 +156,7 @@ class TieredWriter(_OneStep, StorageWriter, AsyncStager):
         if not isinstance(self._saved, SyncCheckpoint):  # which was told
             return
         if self._staged or self._reached is not None:
-            self._saved.reached(self._reached or _durable_tier(self._store))
+            self._saved.reached(self._reached or awaited_tier(self._store))
             return
         try:
             self._saved.reached(self._store.tiers[0])
@@ -281,12 +282,6 @@ def _nbytes(item: WriteItem) -> int:
         return 0
     sizes: Sequence[int] = item.tensor_data.chunk.sizes
     return math.prod(sizes) * int(item.tensor_data.properties.dtype.itemsize)
-
-
-def _durable_tier(store: SyncStore) -> str:
-    """The nearest tier that outlives the process, or the last one there is; never one of lossy copies."""
-    tiers = [tier for tier in store.tier_infos() if not tier.lossy]
-    return next((tier.name for tier in tiers if tier.survives != "process"), tiers[-1].name)
 
 
 def _torch_dtype(spec: ArraySpec) -> torch.dtype | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tieredckpt import Invalid, NoSpace, NotFound, SyncStore, TieredCkptError, TierUnavailable
-from tieredckpt.integrations._last_step import outlive_node
+from tieredckpt.integrations._durable import outlive_node
 
 __all__ = ["PATHS", "Meant", "NamedSteps", "check_local", "meant_by"]
 

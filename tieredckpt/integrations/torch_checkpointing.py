@@ -38,6 +38,7 @@ from tieredckpt import (
     TieredCkptError,
     TierUnavailable,
 )
+from tieredckpt.integrations._durable import awaited_tier
 
 __all__ = ["TieredCheckpointManager"]
 
@@ -88,11 +89,8 @@ class TieredCheckpointManager:
             _log.warning("step %d was not saved, training goes on: %s", step, error)
             outcome.set_exception(error)
             return outcome
-        tier = next(
-            (each.name for each in self.store.tier_infos() if each.survives != "process" and not each.lossy),
-            self.store.config.exact[-1].name,
-        )
-        threading.Thread(target=_await, args=(saved, tier, outcome), name=f"step {step}", daemon=True).start()
+        waiting = (saved, awaited_tier(self.store), outcome)
+        threading.Thread(target=_await, args=waiting, name=f"step {step}", daemon=True).start()
         return outcome
 
     def load(

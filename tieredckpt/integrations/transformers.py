@@ -26,7 +26,7 @@ from transformers.trainer_utils import HubStrategy, sort_checkpoints
 
 from tieredckpt import SyncStore
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
-from tieredckpt.integrations._last_step import outlive_node
+from tieredckpt.integrations._durable import outlive_node
 from tieredckpt.integrations._module_state import load_module_state, module_targets
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 from tieredckpt.integrations._trainer_folders import folders_of, mean_save, save_meant, store_meant

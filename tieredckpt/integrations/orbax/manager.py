@@ -17,6 +17,7 @@ from orbax.checkpoint import metadata as orbax_metadata
 from orbax.checkpoint.checkpoint_managers import DecisionContext
 
 from tieredckpt import ArraySpec, CheckpointStore, Invalid, NoSpace, NotFound, StepInfo, SyncStore, TierUnavailable
+from tieredckpt.integrations._durable import durable_tier
 from tieredckpt.integrations.orbax.items import (
     by_name,
     handlers_by_name,
@@ -75,11 +76,9 @@ class CheckpointManager:
         read_only = self._options.read_only
         self.store: SyncStore = CheckpointStore.open_sync(source, read_only=read_only) if self._opened else source
         """What keeps the steps: ``manager.store.where(step)`` tells the tiers that have one."""
-        lossy = {tier.name for tier in self.store.config.tiers if tier.lossy}  # which have no step as it was saved
-        found = self.store.tier_infos()
-        durable = [tier for tier in found if tier.survives != "process" and tier.name not in lossy]
-        self._tier = durable[0].name if durable else None
-        self._directory = epath.Path(durable[0].location if durable else "")
+        durable = durable_tier(self.store)
+        self._tier = None if durable is None else durable.name
+        self._directory = epath.Path("" if durable is None else durable.location)
         self._pending: list[Pending] = []
         self._resumed: int | None = None
         """The step that was restored last, until one is saved."""
