@@ -99,7 +99,7 @@ def _leaves(spec: SmallSpec, peer: Peer, count: int) -> dict[str, float]:
             gc.collect()
             took.append(_processor_seconds(partial(session.save, step + 1)))
             session.wait()
-        restores = [_processor_seconds(lambda: session.restore_from_memory(state)) for _ in range(spec.repeats + 1)]
+        restores = [_processor_seconds(lambda: session.restore(state)) for _ in range(spec.repeats + 1)]
     finally:
         session.close()
     return {

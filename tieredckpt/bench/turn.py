@@ -244,7 +244,7 @@ class _Measurement:
         into = self._limits.into
         for _ in range(self._spec.repeats):
             self._note("memcpy_back", self._limits.memcpy())
-            self._note("restore_ram", self._seconds(lambda: session.restore_from_memory(into)))
+            self._note("restore_ram", self._seconds(lambda: session.restore(into)))
             self._note("restore_views", self._seconds(session.views))
         self._snapshot &= _equal(self._state, into)
 

@@ -106,9 +106,6 @@ class Stored:
         """What each of several ranks restores its own arrays by; None for one, which restores all."""
         return self._tree if self._ranks > 1 else None
 
-    def restore_from_memory(self, into: State) -> None:
-        self._store.restore(into=self._of(into), resume=False)
-
     def views(self) -> State:
         return self._restored(self._store.restore(like=self._like, copy=False, resume=False))
 
