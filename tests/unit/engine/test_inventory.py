@@ -94,15 +94,6 @@ async def test_nothing_is_told_before_opening(two_tiers: StoreConfig) -> None:
         await store.tier_infos()
 
 
-async def test_the_newest_step_of_the_branch_counts_as_the_last_save(two_tiers: StoreConfig) -> None:
-    async with CheckpointStore.open(two_tiers) as store:
-        await store.save(20, tree())
-    async with CheckpointStore.open(two_tiers) as store:
-        for _ in range(2):
-            assert [store.due(step) for step in (21, 29, 30)] == [False, False, True]
-            await store.restore()
-
-
 async def test_a_save_behind_the_training_counts_from_its_start(
     two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,19 +126,6 @@ async def test_a_save_behind_that_fails_is_due_again(two_tiers: StoreConfig, mon
         with pytest.raises(NotFound, match="no luck"):
             await ckpt.reached("ram")
         assert store.due(11)
-
-
-async def test_what_was_evicted_by_hand_comes_back_by_hand_only(two_tiers: StoreConfig) -> None:
-    async with CheckpointStore.open(two_tiers) as store:
-        for step in (1, 2):
-            await store.save(step, {"w": np.full(9000, step)})
-        await store.flush()
-        await store.evict(1, "disk")
-        await store.save(3, {"w": np.full(9000, 3)})
-        await store.flush()
-        assert await store.where(1) == ("ram",)
-        assert await store.promote(1, "disk") > 0
-        assert await store.where(1) == ("ram", "disk")
 
 
 async def test_a_step_that_is_evicted_under_a_reader_is_not_called_damaged(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.chfs import choice
 from tieredckpt.blobs.chfs.choice import choose_path, driver_spec
@@ -115,26 +114,3 @@ async def test_a_tier_that_asks_for_the_driver_is_opened_by_it_and_starts_no_wor
     tier = ChfsTier(name="pmem", via="tensorstore", survives="node")
     await kind_of(tier).open(tier)
     assert opened == [(driver_spec(tier), Survives.NODE)]
-
-
-async def test_a_checkpoint_goes_through_chfs_and_back(chfs: Any, shared_memory: Path) -> None:
-    import numpy as np
-
-    config = StoreConfig.model_validate(
-        {
-            "tiers": {
-                "ram": {"kind": "ram", "path": str(shared_memory / "ram")},
-                "pmem": {"kind": "chfs", "path": chfs.root, "server": f"directory:{chfs.directory}"},
-            }
-        }
-    )
-    tree = {"weights": np.arange(3 << 20, dtype=np.float32), "bias": np.ones(7)}
-    async with CheckpointStore.open(config) as store:
-        saved = await store.save(5, tree)
-        await saved.reached("pmem")
-        await store.flush()
-        await store.evict(5, "ram")
-        restored = await store.restore()
-    assert restored is not None
-    assert np.array_equal(restored.tree["weights"], tree["weights"])
-    assert np.array_equal(restored.tree["bias"], tree["bias"])

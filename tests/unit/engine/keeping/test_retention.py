@@ -119,6 +119,7 @@ async def test_what_was_evicted_by_hand_comes_back_by_hand_alone(tmp_path: Path)
         await store.evict(1, "far")
         with pytest.raises(NotFound, match="does not hold step 1"):
             await store.evict(1, "far")
+        await store.save(2, tree(2))
         await store.flush()
         assert await store.where(1) == ("near",)
         with pytest.raises(NotFound, match="not due on tier 'far'"):

@@ -5,14 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.scenes import assert_restored, config, files_under, folder, ram, tree
+from support.scenes import assert_restored, files_under, tree
 
 from tieredckpt import CheckpointStore, Invalid, StoreConfig
-
-
-@pytest.fixture
-def tiers(shared_memory: Path, tmp_path: Path) -> StoreConfig:
-    return config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}, name="test")
 
 
 async def test_every_call_sees_what_was_saved_and_evicted_since_the_one_before(tiers: StoreConfig) -> None:
