@@ -13,8 +13,8 @@ import psutil
 import pytest
 from support.chfs_servers import LookalikeServers, RealServers, Servers, why_no_real_servers
 from support.limits import limit
-from support.lookalike import missing
-from support.scenes import SOON, Heard, assert_restored, assert_same, config, crash, folder, ram, tree
+from support.lookalike import hangs, missing
+from support.scenes import Heard, assert_restored, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -267,7 +267,7 @@ async def test_a_step_that_a_slow_tier_passed_over_is_told_so_and_not_that_its_p
         await store.flush()
         lookalike.switch(hang_pwrite="1+")  # so slow is the tier
         await store.save(1, tree(1))
-        await hangs(lookalike, "pwrite")
+        await hangs(lookalike.directory, "pwrite")
         passed = await store.save(2, tree(2))
         for step in (3, 4):
             await (await store.save(step, tree(step))).reached("disk")
@@ -292,7 +292,7 @@ async def test_an_eviction_that_a_kill_cuts_off_leaves_the_step_or_none(
     await store.flush()
     lookalike.switch(hang_unlink="1+")
     evicting = asyncio.ensure_future(store.evict(1, "pmem"))
-    await hangs(lookalike, "unlink")
+    await hangs(lookalike.directory, "unlink")
     evicting.cancel()
     await asyncio.wait([evicting])
     await crash(store)
@@ -300,10 +300,3 @@ async def test_an_eviction_that_a_kill_cuts_off_leaves_the_step_or_none(
     async with CheckpointStore.open(config({"pmem": settings.tiers[1]}), read_only=True) as store:
         assert [info.damaged for info in await store.steps()] == [(), ()]
         await assert_restores(store, 1, "pmem")
-
-
-async def hangs(lookalike: LookalikeServers, verb: str) -> None:
-    told = lookalike.directory / "hanging"
-    async with asyncio.timeout(SOON):
-        while not told.exists() or verb not in told.read_text().splitlines():
-            await asyncio.sleep(0.005)

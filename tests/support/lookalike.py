@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import tieredckpt
+from support.scenes import SOON
 
-__all__ = ["LookalikeBackDoor", "library", "missing"]
+__all__ = ["LookalikeBackDoor", "hangs", "library", "missing"]
 
 _HEADER = struct.Struct("<8sI52x")
 _CHUNK = 4096
@@ -34,6 +35,14 @@ def missing() -> str:
     if os.environ.get("TIEREDCKPT_REQUIRE_NATIVE") == "1":
         pytest.fail(why)
     return why
+
+
+async def hangs(directory: Path, verb: str) -> None:
+    """Return when a call of a verb hangs, as the switches in force have it."""
+    told = directory / "hanging"
+    async with asyncio.timeout(SOON):
+        while not told.exists() or verb not in told.read_text().splitlines():
+            await asyncio.sleep(0.005)
 
 
 class LookalikeBackDoor:

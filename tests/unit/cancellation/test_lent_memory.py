@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,22 +21,27 @@ from tieredckpt.errors import Closed, NotFound
 MARK = -7.0
 
 
+async def cancel_at_work(scene: Scene, touched: Touched, call: Coroutine[Any, Any, object]) -> None:
+    """Cancel a call while its threads work on memory: it ends when none does any more, and not before."""
+    touched.gate.clear()
+    task = asyncio.create_task(call)
+    await _until(lambda: touched.now > 0)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=0.1)
+    await scene.store._life.loop.call(_some_turns())  # the engine has heard of it, and told the threads
+    touched.gate.set()
+    assert not done
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert touched.now == 0
+
+
 async def test_a_cancelled_save_ends_only_when_no_thread_reads_the_arrays_any_more(
     settings: StoreConfig, touched: Touched
 ) -> None:
     async with staged(settings) as scene:
-        touched.gate.clear()
         calls = touched.calls
-        saving = asyncio.create_task(scene.store.save(scene.next_step(), tree(99, arrays=30)))
-        await _until(lambda: touched.now > 0)
-        saving.cancel()
-        done, _ = await asyncio.wait([saving], timeout=0.1)
-        await scene.store._life.loop.call(_some_turns())  # the engine has heard of it, and told the threads
-        touched.gate.set()
-        assert not done
-        with pytest.raises(asyncio.CancelledError):
-            await saving
-        assert touched.now == 0
+        await cancel_at_work(scene, touched, scene.store.save(scene.next_step(), tree(99, arrays=30)))
         assert touched.calls - calls < 30  # and the rest was not copied for nothing
         with pytest.raises(NotFound):
             await scene.store.where(scene.last)
@@ -50,16 +56,7 @@ async def test_a_cancelled_restore_leaves_the_arrays_that_it_was_to_fill_alone(
         if nearest == "disk":
             await scene.store.evict(scene.last, "ram")
         into = tree(scene.last)
-        touched.gate.clear()
-        restoring = asyncio.create_task(scene.store.restore(into=into))
-        await _until(lambda: touched.now > 0)
-        restoring.cancel()
-        done, _ = await asyncio.wait([restoring], timeout=0.1)
-        touched.gate.set()
-        assert not done
-        with pytest.raises(asyncio.CancelledError):
-            await restoring
-        assert touched.now == 0
+        await cancel_at_work(scene, touched, scene.store.restore(into=into))
         for array in arrays_in(into):
             array[...] = MARK
         await scene.assert_usable()
@@ -72,16 +69,7 @@ async def test_a_cancelled_promotion_ends_only_when_no_thread_writes_into_the_sl
 ) -> None:
     """The checksum behind a chunk: a chunk that came to lie there since would be damaged."""
     async with staged(settings) as scene:
-        touched.gate.clear()
-        promoting = asyncio.create_task(scene.store.promote(scene.last, "far"))
-        await _until(lambda: touched.now > 0)
-        promoting.cancel()
-        done, _ = await asyncio.wait([promoting], timeout=0.1)
-        touched.gate.set()
-        assert not done
-        with pytest.raises(asyncio.CancelledError):
-            await promoting
-        assert touched.now == 0
+        await cancel_at_work(scene, touched, scene.store.promote(scene.last, "far"))
         await scene.assert_usable()
 
 

@@ -382,14 +382,10 @@ def test_the_tree_of_these_tests_is_readable() -> None:
     assert decode_tree([A, B], root) == [(b"a", b""), (b"b", b"")]
 
 
-def test_a_child_whose_keys_are_below_its_range_is_corrupt() -> None:
+@pytest.mark.parametrize("child", [A, B], ids=["below it", "in that of the next"])
+def test_a_child_whose_keys_are_not_in_its_range_is_corrupt(child: bytes) -> None:
     with pytest.raises(Corrupt, match="range"):
-        decode_tree([A, A], interior([(b"a", 0, len(A), 1), (b"b", len(A), len(A), 1)]))
-
-
-def test_a_child_whose_keys_reach_into_the_next_is_corrupt() -> None:
-    with pytest.raises(Corrupt, match="range"):
-        decode_tree([B, B], interior([(b"a", 0, len(B), 1), (b"b", len(B), len(B), 1)]))
+        decode_tree([child, child], interior([(b"a", 0, len(child), 1), (b"b", len(child), len(child), 1)]))
 
 
 def test_a_common_prefix_longer_than_the_key_is_corrupt() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from support.lookalike import LookalikeBackDoor, library, missing
+from support.lookalike import LookalikeBackDoor, hangs, library, missing
 from support.scenes import SOON
 
 from tieredckpt.blobs.chfs.store import ChfsStore
@@ -35,10 +34,7 @@ class Lookalike:
 
     async def hangs(self, verb: str) -> None:
         """Return when a call of a verb hangs, as the switches in force have it."""
-        told = self.directory / "hanging"
-        async with asyncio.timeout(SOON):
-            while not told.exists() or verb not in told.read_text().splitlines():
-                await asyncio.sleep(0.005)
+        await hangs(self.directory, verb)
 
 
 @pytest.fixture
