@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.cli import amounts
 from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import errors, output, print_json, print_table, printable, waiting
@@ -28,7 +29,7 @@ from tieredckpt.cli.scenario import (
     scenario,
 )
 from tieredckpt.config import StoreConfig, load
-from tieredckpt.errors import TieredCkptError
+from tieredckpt.errors import Invalid, TieredCkptError
 from tieredckpt.plan.forecast import Forecast, Loss, forecast
 from tieredckpt.plan.measure import measure_copy, measure_tier
 from tieredckpt.plan.scenario import Scenario
@@ -81,6 +82,8 @@ def plan(
 
 def _measure(config: StoreConfig, nodes: int, nbytes: int, writes: list[str], reads: list[str]) -> None:
     """Add what is measured to the options. Memory is as fast on every node; what many nodes share is not measured."""
+    if nbytes < ALIGNMENT:
+        raise Invalid(f"--size: {format_size(nbytes)} measure nothing; give at least {format_size(ALIGNMENT)}")
     given = {option.partition("=")[0].strip() for option in writes}
     for tier in config.tiers:
         if tier.name in given:

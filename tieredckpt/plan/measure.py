@@ -7,13 +7,10 @@ import time
 import timeit
 
 import numpy as np
-import numpy.typing as npt
 
-from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.checkup import CHECKUP, warm_memory
 from tieredckpt.config import TierConfig
 from tieredckpt.config.kinds import kind_of
-from tieredckpt.units import format_size
 
 __all__ = ["measure_copy", "measure_tier"]
 
@@ -22,7 +19,7 @@ _ROUNDS = 3
 
 def measure_copy(nbytes: int) -> float:
     """Bytes a second at which warm memory is copied by one thread; the best of three."""
-    source, target = _warm(nbytes), _warm(nbytes)
+    source, target = warm_memory(nbytes), warm_memory(nbytes)
     return nbytes / min(timeit.repeat(lambda: np.copyto(target, source), repeat=_ROUNDS, number=1))
 
 
@@ -34,7 +31,7 @@ async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
     """
     store = await kind_of(tier).open(tier)
     key = f"{CHECKUP}{secrets.token_hex(8)}/measure"
-    data = _warm(nbytes)
+    data = warm_memory(nbytes)
     data[:] = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
     try:
         begin = time.perf_counter()
@@ -48,9 +45,3 @@ async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
         finally:
             await store.close()
     return nbytes / (written - begin), nbytes / (read - written)
-
-
-def _warm(nbytes: int) -> npt.NDArray[np.uint8]:
-    if nbytes < ALIGNMENT:
-        raise ValueError(f"{format_size(nbytes)} are too few to measure with")
-    return warm_memory(nbytes)

@@ -150,6 +150,7 @@ def test_a_speed_or_size_without_a_unit_is_refused(settings: Path, trained: Path
         (("simulate", settings, "--tier-mtbf", "disk=1"), "--tier-mtbf disk: '1' is not a duration"),
         (("simulate", settings, "--state", "100"), "--state=100: a size needs a unit"),
         (("plan", settings, "--measure", "--size", "64"), "--size=64: a size needs a unit"),
+        (("plan", settings, "--measure", "--size", "64 B"), "--size: 64 B measure nothing; give at least 4 KiB"),
         (("doctor", "--size", "64"), "--size=64: a size needs a unit"),
         (("bench", "--size", "1.5"), "--size=1.5: a size needs a unit"),
         (("verify", trained, "--all", "--rate", "10"), "--rate=10: a speed needs a unit"),
