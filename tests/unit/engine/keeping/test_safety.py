@@ -333,9 +333,7 @@ async def test_a_copy_whose_packs_are_known_to_be_gone_is_no_good_copy(
         await store.collect()
         with pytest.raises(Conflict, match=r"last good copy|is being read"):
             await store.evict(1, "ram")
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, tree(1))
+        assert_restored(await store.restore(), tree(1))
 
 
 async def test_a_copy_whose_packs_are_gone_is_made_good_from_another_tier(shared_memory: Path, tmp_path: Path) -> None:

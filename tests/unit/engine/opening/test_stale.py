@@ -133,9 +133,7 @@ async def test_a_step_on_a_nodes_own_disk_is_not_taken_for_the_one_that_was_save
     async with CheckpointStore.open(with_disk("a", place), read_only=read_only) as store:
         for _ in range(2):  # a reader lists at every call
             for step in (2, 3, None):
-                restored = await store.restore(step, resume=False)
-                assert restored is not None
-                assert_same(restored.tree, state(step or 3))
+                assert_restored(await store.restore(step, resume=False), state(step or 3))
 
 
 async def test_what_the_same_run_saved_after_it_is_set_apart_and_leaves_when_room_is_made(
@@ -145,9 +143,7 @@ async def test_what_the_same_run_saved_after_it_is_set_apart_and_leaves_when_roo
     await go_on_at_b(place, 2)
     last_two = {"kind": "last_n", "n": 2}
     async with CheckpointStore.open(with_disk("a", place, retain=last_two)) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state(2))
+        assert_restored(await store.restore(), state(2))
         for step in (3, 4):
             await store.save(step, state(step))
         await store.flush()
@@ -169,9 +165,7 @@ async def test_what_was_saved_since_the_node_came_back_is_the_newest(place: Path
     await crash(store)
     held.release()
     async with CheckpointStore.open(with_disk("a", place)) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert_same(restored.tree, state(4))
+        assert_restored(await store.restore(), state(4))
         await store.flush()
         for info in await store.steps():
             assert all(not each.problem for each in await store.verify(info.step))
@@ -192,9 +186,7 @@ async def test_a_disk_that_fails_while_its_steps_are_compared_does_not_stop_the_
     monkeypatch.setattr(stale.step_index, "load", fails)
     async with CheckpointStore.open(with_disk("a", place)) as store:
         monkeypatch.undo()
-        restored = await store.restore(2, resume=False)
-        assert restored is not None
-        assert_same(restored.tree, state(2))
+        assert_restored(await store.restore(2, resume=False), state(2))
 
 
 async def test_of_several_ranks_too_what_was_left_behind_is_dropped(shared_memory: Path, faults: FaultyTiers) -> None:
