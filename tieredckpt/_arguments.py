@@ -26,7 +26,7 @@ def checked_step(step: Any) -> int:
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     """``metrics`` as a new dict: numbers as float, but those of torch and jax as they are.
 
-    Their values may still be computed, so `as_number` has them later, where nobody waits.
+    The device may still compute these, so `as_number` converts them later, where nobody waits.
 
     Raises `Invalid`, naming the metric, for what is not one number by name.
     """

@@ -1,4 +1,4 @@
-"""Cuts a sequence into what is worked on together."""
+"""Splits a sequence into batches of limited size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: float) -> Iterator[list[T]]:
-    """``items`` in their order, as many together as are of ``limit`` in sum; one that is larger comes alone."""
+    """Batches of ``items``, in their order, of at most ``limit`` in total size; a larger item comes alone."""
     batch: list[T] = []
     total = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""Calls of users' code, policies and listeners, inside the store: what they raise, and how long they take.
+"""Runs user code (policies, listeners) inside the store: names slow code in the log, and tells what its errors are.
 
 While such code runs on the store's own thread, nothing else does: saves, promotions and every other call wait for it.
 """
@@ -79,7 +79,7 @@ def name_slow(thread: int | None) -> None:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether what a callback raised is its own failure, of whatever type: not what a signal has raised in it.
+    """Whether an error, of any type, is the callback's own failure, and not raised by a signal handler.
 
     Signals are handled in the main thread alone, and no callback awaits anything that could be cancelled.
     """

@@ -51,7 +51,7 @@ class Copied:
 
 
 class _Target(Forward):
-    """The blob store that is copied to: its errors say so, and none is taken for damage of the source."""
+    """The blob store that is copied to: names it in its errors, so that none counts as damage of the source."""
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
         try:
@@ -73,26 +73,26 @@ async def copy_steps(
 ) -> list[Copied]:
     """Copy steps to another store, oldest save first, with metrics, provenance and branches.
 
-    Nothing of the source is changed, and a training may go on there. Of the target, the nearest tier that is not RAM is
-    written, where chunks and steps that it has already stay as they are; so a copy that was cut off is repeated. A
-    target that holds no steps gets an identity of its own, as `tieredckpt fork` gives.
+    The source is not changed, and training may go on there. The copy goes to the nearest tier of the target that is not
+    RAM; chunks and steps that are there already stay as they are, so repeat a copy that was interrupted. A target
+    without steps gets an identity of its own, as with `tieredckpt fork`.
 
     Args:
         source: as `CheckpointStore.open` takes it.
-        target: as well; its policies decide later which steps stay.
+        target: likewise; its policies decide later which steps stay.
         steps: which, by number; None for all, those off the branch included.
         progress: called with each step that has been copied, or was there, from another thread.
 
     Raises:
         NotFound: there is no such store, or no such step.
-        Invalid: of the configurations, or both are in one place.
+        Invalid: a configuration is wrong, or both stores are in one place.
         Conflict: another process writes to the target; or it holds steps of another store, has gone on by itself since
             it was copied, or has steps in RAM alone.
         Corrupt: a chunk is intact nowhere in the source; the array is named. Steps with such chunks are not copied, and
             all others were.
-        NoSpace: of the target, of which a copy evicts nothing. A step begins only where the target has room for it,
-            as far as its capacity and its file system tell.
-        TierUnavailable: of the target, or of the source if nothing of it answers.
+        NoSpace: the target is full; a copy evicts nothing there. Copying a step begins only if the target has room for
+            it, as far as its capacity and its file system tell.
+        TierUnavailable: the target does not answer, or no tier of the source does.
     """
     numbers = None if steps is None else [checked_step(step) for step in steps]
     there, here = load(source), load(target)
@@ -154,7 +154,7 @@ async def _copy_all(
     only: bool,
     progress: Callable[[Copied], None] | None,
 ) -> list[Copied]:
-    """Copy those steps, which are ``only`` some of the source."""
+    """Copy the steps of ``records``; ``only`` these were asked for, so one that leaves the source is an error."""
     damaged = set[StepId]()
     if not only:
         unread = (tier.steps.damaged for tier in source.state.tiers)
@@ -190,7 +190,7 @@ async def _copy_one(source: Engine, target: Engine, step: StepId) -> int:
 
 
 async def _ram_of(here: StoreConfig, places: Collection[Place]) -> list[tuple[FoundRam, bool]]:
-    """The RAM on this machine that may be the target's, and whether it notes one of its places."""
+    """RAM on this machine that may be the target's; for each, whether its note names a place of the target."""
     seconds = min(tier.deadline for tier in here.tiers)
     found = await in_thread(find_ram, ram_root(here.ram.path if here.ram is not None else None))
     judged = [await judged_within(seconds, each) for each in found if each.steps and not each.lost]
@@ -240,7 +240,7 @@ def _check(
 
 
 async def _belong(source: Engine, target: Engine, records: Mapping[StepId, StepRecord]) -> None:
-    """Make the source one of the stores whose steps belong to the target, if it holds none yet."""
+    """Name the source in the marker of a target without steps as a store that it was forked from."""
     identity, theirs = target.state.identity, source.state.identity.marker
     assert identity.marker is not None
     assert theirs is not None

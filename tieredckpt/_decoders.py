@@ -1,7 +1,7 @@
 """Decoders of msgspec, made one at a time.
 
 Two threads that make decoders of one type at the same time, or decode by it for the first time, crash the process:
-msgspec shows the one what the other has not completed yet. Everything that decodes by a type asks for its decoder here.
+one thread sees what the other has not completed. Everything that decodes by a type asks for its decoder here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opens and closes a store, from any event loop or none: what `CheckpointStore` and `SyncStore` stand on."""
+"""Opens and closes a store, from any event loop or none: the base of `CheckpointStore` and `SyncStore`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class StoreLife:
-    """A store's engine, and the loop that it runs on, from the opening to the close."""
+    """A store's engine and its loop, from the opening to the close."""
 
     def __init__(
         self, config: StoreConfig, *, read_only: bool, ranks: Communicator | Literal["auto"] | None, takeover: bool
@@ -89,7 +89,7 @@ class StoreLife:
         return await loop.call(work(self.engine))
 
     async def change(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        """`call`, for work that may wait for a save under way: a lazy one is confirmed first, or it would never end."""
+        """`call`, for work that may wait for saves under way: confirms lazy ones first, or it would wait for ever."""
         async with self.open_engine.captures.awaiting():
             return await self.call(work)
 

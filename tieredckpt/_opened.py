@@ -1,7 +1,7 @@
-"""The stores that are open in this process: where each was opened, and how it is closed, by its user or by nobody.
+"""Stores that are open in this process: where each was opened, and how it is closed.
 
-A store is closed by whoever opened it; else when nobody refers to it any more, by another that takes it over, or at
-the end of the process. A forked process has none of those of its parent.
+Its user closes a store; else the library does, when nobody refers to it any more, when another store takes over, or
+when the process ends. A forked process has no open store of its parent.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ EXIT_SECONDS = 60.0
 """How long the end of a process waits for promotions that are due, where its stores were not closed."""
 
 _TOLD_AFTER = 2.0
-"""Seconds of that after which people are told what the process waits for."""
+"""Seconds of that wait after which the log says what the process waits for."""
 _LET_GO_SECONDS = 5.0
-"""How long it waits after that for locks and leases to be given back; those of the dead are found to be theirs."""
+"""Seconds that it then waits for the release of locks and leases; later openings see that their owner is dead."""
 
 
 class Opened:
-    """One store, from its opening to its close. Refers to nothing that its user holds, so that those may go."""
+    """One store, from its opening to its close. Refers to no object of the user, so that these can be collected."""
 
     def __init__(self, loop: EngineLoop, engine: Engine, config: StoreConfig, place: Place, where: str) -> None:
         self.thread: EngineThread = loop.thread
@@ -72,11 +72,11 @@ class Opened:
         self._started = True
 
     def in_the_way(self, *, takeover: bool) -> list[Opened]:
-        """The stores of this process to be closed before this one opens: those that are lost, or all."""
+        """Stores of this process to close before this one opens: with ``takeover`` all, else the abandoned ones."""
         return [other for other in self._beside() if takeover or other.abandoned]
 
     def explain(self, error: BaseException) -> None:
-        """Raise a `Conflict` with a store of this process anew, with where that was opened."""
+        """Raise a `Conflict` with a store of this process again, with the line that opened that store."""
         lines = [other.where for other in self._beside()]
         if isinstance(error, Conflict) and lines:
             raise Conflict(
@@ -91,9 +91,9 @@ class Opened:
     # -- its end ------------------------------------------------------------------------------------------
 
     async def close(self, *, clean: bool) -> None:
-        """Close it, on the engine's loop, or wait for whoever does. The first of them says whether it is ``clean``.
+        """Close the store, on the engine's loop, or wait for a close under way; ``clean`` of the first caller counts.
 
-        Cancelled for all who wait, it gives up what is still to be promoted, and closes none the less.
+        When all callers are cancelled, it gives up what is still to be promoted, and closes all the same.
         """
         closing = self._begin(clean=clean)
         self._waiting += 1
@@ -123,7 +123,7 @@ class Opened:
             self.thread.loop.call_soon(self._closing.cancel)
 
     def _abandon(self) -> None:
-        """Close what nobody refers to: wherever the garbage collector runs, so nothing here may wait."""
+        """Close a store that nobody refers to. The garbage collector calls this, on any thread: it must not wait."""
         if not self.thread.was_forked and not self.thread.closing:
             self.abandoned = True
             self.begin_closing(clean=False)
@@ -159,7 +159,7 @@ class Opened:
 
 _open: set[Opened] = set()
 _of_parents: list[Opened] = []
-"""Kept for ever in a forked process: the end of a coroutine would run what follows its last line there as well."""
+"""Stores of parents, kept for ever in a forked process: else their coroutines would end and clean up there as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +168,13 @@ class Place:
 
     tiers: frozenset[str]
     rank: int | None
-    """Of a communicator that was given; None for one alone, or where that is found out later."""
+    """Rank in a communicator that was given; None for a process alone, or if the rank is found out later."""
     read_only: bool
 
     @classmethod
     def of(cls, config: StoreConfig, rank: int | None, *, read_only: bool) -> Place:
         tiers = {f"{tier.kind} {tier.location}" for tier in config.slower}
-        if not tiers and config.ram is not None:  # else RAM is of no store but that of the others
+        if not tiers and config.ram is not None:  # else RAM belongs to the store on those tiers
             tiers = {f"ram {config.ram.path} {config.identity}"}
         return cls(frozenset(tiers), rank, read_only)
 
@@ -256,7 +256,7 @@ def calling_line() -> str:
 
 
 def _close_all() -> None:
-    """Close what is open when the process ends, as at the end of `with`, but within a bound."""
+    """Close all open stores when the process ends, as at the end of `with`, but within `EXIT_SECONDS`."""
     stores = tuple(_open)
     clean = getattr(sys, "last_value", None) is None  # what ended the main thread, if anything did
     for opened in stores:

@@ -13,7 +13,7 @@ __all__ = ["check_picture", "picture"]
 
 
 def check_picture(path: Path) -> None:
-    """Raise `Invalid` when a picture could not be drawn there, before the work that it would show."""
+    """Raise `Invalid` if no picture can be drawn there; called before the work that it shows."""
     if path.suffix not in (".svg", ".png"):
         raise Invalid(f"{path}: a picture is an .svg or a .png file")
     if not path.absolute().parent.is_dir():
@@ -26,7 +26,7 @@ def check_picture(path: Path) -> None:
 
 @contextmanager
 def picture(path: Path, *, width: float, height: float, columns: int) -> Iterator[list[Any]]:
-    """The axes of a picture, in one row, to draw on; then it is written. Equal drawings give equal files.
+    """Yield axes in one row to draw on; then write the picture. Equal drawings give equal files.
 
     Args:
         path: an SVG or PNG file. Raises `Invalid` as `check_picture`.

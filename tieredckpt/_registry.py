@@ -33,11 +33,11 @@ def load(group: str, name: str, what: str, check: Callable[[Any], object]) -> An
     Args:
         group: of entry points.
         name: of an entry point.
-        what: it is, for messages.
-        check: raises `Invalid` for an object that is not that.
+        what: what the object is, for messages.
+        check: raises `Invalid` for an object of another kind.
 
-    Raises `Invalid`, with the packages or the package, where several offer it, and where the one that does cannot
-    be imported or its object does not pass ``check``.
+    Raises `Invalid`, naming the packages, if several offer the name, if the object cannot be imported, or if it fails
+    ``check``.
     """
     entries = offered(group).get(name, ())
     if not entries:
@@ -70,7 +70,7 @@ def refuse_taken(
     before: type | None,
     class_of: Callable[[EntryPoint], str] = operator.attrgetter("value"),
 ) -> None:
-    """Raise `Conflict` if a package, or ``before``, has a name that ``mine`` is to have.
+    """Raise `Conflict` if a package, or ``before``, has the name that ``mine`` is to get.
 
     A class of the same path is the same one, or its new version. ``class_of`` gives the path of the class that an
     entry point offers, where that is not its value.
@@ -83,7 +83,7 @@ def refuse_taken(
 
 
 def path_of(model: type) -> str:
-    """A class as an entry point names it."""
+    """Path of a class as an entry point has it: ``module:Class``."""
     return f"{model.__module__}:{model.__qualname__}"
 
 

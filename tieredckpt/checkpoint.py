@@ -74,9 +74,9 @@ class Checkpoint:
             await self._loop.call(self._saved())
 
     async def reached(self, tier: str) -> None:
-        """Return when ``tier`` holds this step as durably as the tier can. Of a lazy save, it is `captured` first.
+        """Return when ``tier`` holds this step as durably as it can; `captured` is called first for a lazy save.
 
-        So is a later lazy save that is larger than RAM, for which this one would wait.
+        And for a later lazy save that is larger than RAM: this one would wait for it.
 
         Raises:
             NotFound: it will not get there: it is not due on that tier, was skipped or evicted; or no such tier.
@@ -100,7 +100,7 @@ class Checkpoint:
 
 
 class SyncCheckpoint:
-    """A save; see `Checkpoint`."""
+    """A save, with calls that block; see `Checkpoint`."""
 
     def __init__(self, checkpoint: Checkpoint, loop: EngineLoop) -> None:
         self._checkpoint = checkpoint
@@ -140,7 +140,7 @@ class SyncCheckpoint:
             self._loop.call_blocking(self._checkpoint.captured())
 
     def reached(self, tier: str) -> None:
-        """Return when ``tier`` holds this step as durably as the tier can. Of a lazy save, it is `captured` first.
+        """Return when ``tier`` holds this step as durably as it can; `captured` is called first for a lazy save.
 
         Raises:
             NotFound: it will not get there: it is not due on that tier, was skipped or evicted; or no such tier.
@@ -152,19 +152,19 @@ class SyncCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class SyncRestored:
-    """A step brought back."""
+    """A restored step, with calls that block; see `Restored`."""
 
     step: int
     serial: int
     tree: Any
     metrics: Mapping[str, float]
     sources: Mapping[str, int]
-    """Bytes that came from each tier, and as ``peers`` those that other ranks gave."""
+    """Bytes read from each tier; under ``peers``, those that other ranks sent."""
     lossy: bool
     """Whether it is a lossy copy, whose values are not all as they were saved; see ``restore(lossy=True)``."""
     _restored: Restored = field(repr=False, compare=False)
     _loop: EngineLoop | None = field(repr=False, compare=False)
-    """Of views alone: copies need the store no more, and do not keep it open."""
+    """Only with views; None with copies, which need the store no more and do not keep it open."""
 
     @property
     def views(self) -> bool:

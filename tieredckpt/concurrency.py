@@ -1,4 +1,4 @@
-"""Waiting that a cancellation does not cut short, for work that must not be left half done or on its own."""
+"""Cancellation-safe waiting: shields work until it has finished."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 
 async def shielded(running: asyncio.Future[T]) -> T:
-    """The result of ``running``, which a cancellation of the caller leaves alone.
+    """Await ``running``; a cancellation of the caller does not cancel it.
 
-    An error that comes after that is noted. `asyncio.shield` logs it, from Python 3.14 on.
+    A later error of it is noted (see `note`); `asyncio.shield` logs it, from Python 3.14 on.
     """
     if not running.done():
         try:
@@ -43,7 +43,7 @@ async def shielded(running: asyncio.Future[T]) -> T:
 
 
 async def until_done(running: asyncio.Future[T], give_up: Callable[[], object]) -> T:
-    """The result of ``running``; when cancelled, make it give up, and wait until it has."""
+    """Await ``running``; when cancelled, call ``give_up`` and wait until it has ended."""
     try:
         return await shielded(running)
     except asyncio.CancelledError:
@@ -53,17 +53,17 @@ async def until_done(running: asyncio.Future[T], give_up: Callable[[], object]) 
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any, pool: Executor | None = None) -> T:
-    """``function(*arguments)`` on a thread of ``pool``; a cancellation is raised when the thread has ended."""
+    """Run ``function(*arguments)`` on a thread of ``pool``; a cancellation is raised when the call has ended."""
     return await until_done(asyncio.get_running_loop().run_in_executor(pool, function, *arguments), lambda: None)
 
 
 def on_own_thread(what: str, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """Run a coroutine as `begun_on_own_thread` runs a function."""
+    """`begun_on_own_thread`, with a future for the running event loop."""
     return asyncio.wrap_future(begun_on_own_thread(what, function, *arguments))
 
 
 def begun_on_own_thread(what: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
-    """``function(*arguments)`` on a daemon thread of its own: nobody waits for one that hangs, not even the process."""
+    """Run ``function(*arguments)`` on its own daemon thread: nobody waits if it hangs, not even the process."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # so that it can be set when nobody waits for it any more
     work = (outcome, function, *arguments)
@@ -82,10 +82,10 @@ def run_for(outcome: Future[T], function: Callable[..., T], *arguments: Any) -> 
 
 
 async def left_behind_after(seconds: float, tier: str, what: str, function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)`` on a daemon thread of its own, which is left behind if it hangs in the device.
+    """Run ``function(*arguments)`` on its own daemon thread; stop waiting if it hangs in the device.
 
-    Raises `TierUnavailable` when it has not ended in time. A cancellation leaves it behind at once, so it must
-    not touch the caller's memory.
+    Raises `TierUnavailable` when it has not ended in ``seconds``. A cancellation stops the waiting at once, so the
+    function must not touch the caller's memory.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -98,7 +98,7 @@ async def left_behind_after(seconds: float, tier: str, what: str, function: Call
 
 
 async def whole(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which runs to its end; only then is a cancellation raised."""
+    """Run ``work`` to its end and return its result; only then is a cancellation raised."""
     return await until_done(asyncio.ensure_future(work), lambda: None)
 
 
@@ -127,15 +127,15 @@ async def outlast(running: asyncio.Future[Any]) -> None:
 
 
 def told_to_end() -> bool:
-    """Whether the current task was cancelled, though what it awaited failed in that moment and said so instead.
+    """Whether the current task was cancelled while the call that it awaited raised another error.
 
-    For loops that go on after errors: such a cancellation is told once, and was lost among them.
+    For loops that go on after errors: asyncio raises a cancellation once, and here that error replaced it.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def note(ended: asyncio.Future[Any]) -> None:
-    """Take note of the error of a future that nobody awaits, or asyncio reports it as never retrieved."""
+    """Retrieve the error of a future that nobody awaits, or asyncio reports it as never retrieved."""
     if not ended.cancelled():
         ended.exception()

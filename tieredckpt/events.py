@@ -1,8 +1,8 @@
 """Events of a store, as frozen values, and their distribution to listeners.
 
 Events carry plain numbers (bytes, seconds) and names. A listener runs in the engine's thread and must return quickly:
-one that takes seconds is named in the log, and one that calls the store is refused, for that would wait for itself. One
-that raises anything is logged and costs nobody else anything.
+the log names one that takes seconds. A listener cannot call the store: the call would wait for itself, and is refused.
+The error of a listener is logged, and the other listeners still get the event.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StepSaved(Event):
     tier: str
     nbytes: int
     new_bytes: int
-    """As of `Saved`."""
+    """As in `Saved`."""
     seconds: float
 
 
@@ -74,7 +74,7 @@ class OriginIgnored(Event):
     """A save extends the branch, whose newest step is ``newest``, though the step ``origin`` was restored last.
 
     Its number is above that of the newest step, and the restore did not say ``resume=True``; ``advice`` says what
-    to do about it. Of several ranks, each tells it.
+    to do about it. Emitted on every rank.
     """
 
     step: int
@@ -93,10 +93,10 @@ class SaveFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class FrozenChanged(Event):
-    """An array that ``frozen`` names has changed: steps hold its bytes of before.
+    """An array that is declared ``frozen`` has changed: stored steps hold its old bytes.
 
-    These are the steps after ``checked``, the newest for which the array was as it is stored (None if none is known),
-    up to ``step`` and those that were saved while the check ran. The next save reads the array.
+    These are the steps after ``checked``, the last one known to be right (None if none is), up to ``step``, and those
+    saved while the check ran. The next save reads the array.
     """
 
     step: int
@@ -115,7 +115,7 @@ class FrozenChanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted(Event):
-    """All ranks have saved their parts of a step, and the parts fit together; told on every rank.
+    """All ranks have saved their parts of a step, and the parts fit together; emitted on every rank.
 
     ``nbytes`` counts all arrays of the step once.
     """
@@ -142,12 +142,12 @@ class CommitFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReplicasDiffer(Event):
-    """Ranks have other bytes than the rest for an array that all should have alike; emitted on every rank.
+    """Ranks differ in an array that should be equal on all; emitted on every rank.
 
-    Memory or computation of a rank is wrong, or the array is no replica. ``ranks`` are those that differ from more than
-    half of the ranks; all that have the array, where no value is that of more than half. ``key`` is the first such
-    array by name, ``more`` counts further ones of the same ranks. A `CommitFailed` of the same step tells if
-    it is not committed, which for what each rank or node stores whole no setting changes.
+    A rank's memory or computation is wrong, or the array is not replicated. ``ranks`` are those that differ from the
+    majority (more than half of the ranks); without a majority, all that have the array. ``key`` is the first such array
+    by name, ``more`` counts further ones of the same ranks. If the step is not committed, a `CommitFailed` follows;
+    what each rank or node stores whole is never committed so, whatever the settings say.
     """
 
     step: int
@@ -159,9 +159,9 @@ class ReplicasDiffer(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepPromoted(Event):
-    """A step was committed on a slower tier; ``written`` counts the bytes of its new packs, those of this rank.
+    """A step was committed on a slower tier; ``written`` counts the bytes of this rank's new packs.
 
-    ``seconds`` is what copying it took, and ``lag`` the time since its save; 0 where it was there and is repaired.
+    ``seconds`` is what copying it took, and ``lag`` the time since its save; 0 for the repair of a step that was there.
     """
 
     step: int
@@ -194,7 +194,7 @@ class StepExported(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExportFailed(Event):
-    """A step could not be exported, or where exports go could not be looked at (``step`` is None then).
+    """A step could not be exported, or the destination could not be looked at (``step`` is None then).
 
     It is tried again in ``retry_in`` seconds; None where only a change of the step or the configuration would help.
     """
@@ -208,7 +208,7 @@ class ExportFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepReplicated(Event):
-    """Every rank's part of a step lies in the RAM of so many nodes; ``sent`` counts the bytes that it took."""
+    """Every rank's part of a step is in the RAM of ``copies`` nodes; ``sent`` counts the bytes sent."""
 
     step: int
     serial: int
@@ -284,7 +284,7 @@ class TierFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class TierHangs(Event):
-    """Calls of a tier, ``calls`` of them so far, hang in its device; told again only after none did."""
+    """Calls of a tier, ``calls`` of them so far, hang in its device; emitted again only after none did."""
 
     tier: str
     calls: int
@@ -299,7 +299,7 @@ class TierRecovered(Event):
 
 @dataclass(frozen=True, slots=True)
 class RamLeftAlone(Event):
-    """RAM of another store that was at this one's folder holds ``steps`` steps, the newest as given; it stays."""
+    """RAM of another store, which was at this folder before, is left as it is: ``steps`` steps, the newest ``step``."""
 
     store: str
     folder: str

@@ -60,24 +60,24 @@ def preemption(
     name: str = "preempt",
     on: signal.Signals = signal.SIGTERM,
 ) -> Preemption:
-    """Context to train in, in which a warning by signal makes the newest step durable.
+    """Train inside this context: when a signal warns of the end, the newest step is made durable.
 
     Args:
-        store: open; to be closed after this ends.
-        seconds: from the warning to when this gives up; less than the machine's own, for the process must end too.
-        tier: that is to have the step; None for the nearest of those that survive most.
+        store: an open store; close it after this context.
+        seconds: time limit from the warning on; less than the machine gives, for the process must end too.
+        tier: the tier to promote to; None for the nearest of those that survive most.
         name: of the signal that is raised for policies.
-        on: the warning.
+        on: the signal of the operating system that warns.
 
     Raises:
-        Invalid: without a positive time; when entered twice, or not in the main thread, which gets the signals.
+        Invalid: no positive time or no name; entered twice, or not in the main thread, which gets the signals.
         NotFound: there is no such tier.
     """
     return Preemption(store._store if isinstance(store, SyncStore) else store, seconds, tier, name, on)
 
 
 class Preemption:
-    """A training that may be warned; made by `preemption`."""
+    """Context of a training that may be warned; made by `preemption`."""
 
     def __init__(self, store: CheckpointStore, seconds: float, tier: str | None, name: str, on: signal.Signals) -> None:
         if not seconds > 0:
@@ -85,7 +85,7 @@ class Preemption:
         if not name:
             raise Invalid("a signal needs a name")
         self.raised = False
-        """Whether the warning came: the training should save and stop."""
+        """Whether the warning has come: the training should save and stop."""
         self._engine = store._life.open_engine
         self._state = self._engine.state
         self._store = store
@@ -96,7 +96,7 @@ class Preemption:
         self._process = os.getpid()
         self._before: Callable[[int, FrameType | None], Any] | int | None = None
         self._warned_at = 0.0
-        self._warnings: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whose put a signal handler may call
+        self._warnings: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may call its put
         self._promoting = threading.Thread(target=self._promote_when_warned, name="tieredckpt preemption", daemon=True)
         self._why = ""
 
@@ -158,7 +158,7 @@ class Preemption:
             raise SystemExit(EXIT_STATUS if kept else self._what_was_kept())
 
     def _promote_newest(self, saved: Callable[[], Awaitable[None]]) -> bool:
-        """Whether the tier has the newest step, before the time is out; ``saved`` waits for saves under way."""
+        """Promote the newest step; whether the tier has it in time. ``saved`` waits for saves under way."""
         newest = self._state.newest()
         saving = self._engine.captures.pending or self._state.membership.undecided
         kept = not saving and (newest is None or newest in self._tier.steps.held)

@@ -1,7 +1,7 @@
-"""Frozen pydantic models whose problems are told in plain words, every one with its dotted place.
+"""Base of the settings: frozen pydantic models that report every problem in plain words, with its dotted place.
 
-Validators of nested settings raise pydantic's ``ValidationError``, which keeps the places; whoever stands at
-the edge turns it into one `Invalid` with `explain`.
+Validators of nested settings raise pydantic's ``ValidationError``, which keeps the places; the outermost caller turns
+it into one `Invalid` with `explain`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def explain(found: Iterable[Problem]) -> str:
 class Settings(BaseModel):
     """Base of frozen settings; unknown names are refused with the nearest known one.
 
-    Constructing one from wrong values raises `Invalid` with one line per problem. A context of validation may have
-    ``tables``: where a setting belongs that is written in the wrong place.
+    Constructing one from wrong values raises `Invalid` with one line per problem. ``tables`` in the validation context
+    names, for a setting that is often misplaced, the table that it belongs in.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

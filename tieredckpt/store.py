@@ -56,29 +56,28 @@ class CheckpointStore:
         ranks: Communicator | Literal["auto"] | None = "auto",
         takeover: bool = False,
     ) -> CheckpointStore:
-        """A store over the tiers of a configuration.
+        """Make a store of the tiers of a configuration; nothing is read or written yet.
 
-        Use it with ``async with``, ``await`` it, or take its blocking face with `sync`; nothing is touched
-        before that.
+        Open it with ``async with`` or ``await``, or through its blocking form, `sync`.
 
         Args:
             source: a ``.toml`` file, a `StoreConfig` or its dict, a path: RAM and that directory, or a URL such as
                 ``s3://bucket/run``: RAM and that object store.
-            read_only: look at a store, also one that another process writes to, or is yet to make; always alone. Each
-                call tells what there is when it is made.
+            read_only: only look. Another process may write to the store, or create it later; each call tells what
+                there is when it is made. ``ranks`` has no effect.
             ranks: the processes that make every step together: ``"auto"`` for those that torchrun, mpirun, srun or
                 jax.distributed has started, None for this one alone, or a communicator. All open the store.
-            takeover: first close a store of this process that writes there, as of a notebook's cell that ran before.
+            takeover: first close a store that this process has open there, such as that of an earlier notebook cell.
 
         Raises:
-            Invalid: of the configuration, with a line for every problem.
+            Invalid: the configuration is wrong; the message has a line for every problem.
             NotFound: there is no such file.
 
         Opening raises `Conflict` when another store writes there, and a tier's own error when no tier can be
         opened at all; if some can, the others are reported as events and retried.
 
-        A store that nobody refers to any more is closed, as by an exception, and one that is open when the process
-        ends is closed then; both leave in RAM what is on no other tier.
+        The library closes a store that nobody refers to any more, as after an exception, or that is open when the
+        process ends. Steps that are on no other tier then stay in RAM.
         """
         from tieredckpt._life import StoreLife
         from tieredckpt.config import load
@@ -94,7 +93,7 @@ class CheckpointStore:
         ranks: Communicator | Literal["auto"] | None = "auto",
         takeover: bool = False,
     ) -> SyncStore:
-        """The blocking face of a store, opened: for programs without an event loop and without a ``with`` block.
+        """Open a store in its blocking form, for programs without an event loop and without a ``with`` block.
 
         Close it with `SyncStore.close`, or use it in ``with``. Arguments and errors are those of `open`.
         """
@@ -113,11 +112,11 @@ class CheckpointStore:
         return self.__aenter__().__await__()
 
     async def close(self) -> None:
-        """Wait for what is still to be promoted, on tiers that work, and release everything.
+        """Wait until the tiers that work have every step that is due there; then release everything.
 
-        Idempotent, also at the same time: all who close return when it is closed. What was called before ends first,
-        as `Closed` if it has not ended when everything is promoted; what is called later is `Closed`. A forked
-        process closes nothing of its parent's.
+        Idempotent; concurrent calls return when the store is closed. Calls made before may end; those still running
+        when everything is promoted raise `Closed`, and so do later calls. A forked process closes none of its
+        parent's stores.
         """
         await self._life.close(clean=True)
 
@@ -154,7 +153,7 @@ class CheckpointStore:
         overwrite: bool = False,
         replicated: Sequence[str] = (),
     ) -> Checkpoint:
-        """Copy ``tree`` into RAM and commit it there; everything slower happens behind.
+        """Copy ``tree`` into RAM and commit it there; slower tiers get it in the background.
 
         It extends the branch, or forks at the step that was restored last: see ``resume`` of `restore`.
 
@@ -163,13 +162,13 @@ class CheckpointStore:
             tree: containers of arrays and scalars; see ``docs/reference/trees.md``.
             metrics: numbers by name that policies and people look at.
             capture: ``"copy"``: on return the tree may be changed. ``"lazy"``: return at once; the tree may be changed
-                after `Checkpoint.captured`, for which a step of a torch optimizer waits by itself. ``"device"``,
+                after `Checkpoint.captured`, which a step of a torch optimizer calls by itself. ``"device"``,
                 ``"pinned_host"``: return when JAX has begun copies there. ``"reference"``: return at once, for JAX
                 arrays that are not donated before ``reached("ram")``. See ``docs/reference/trees.md``.
             overwrite: save a step number again that this branch has already.
-            replicated: keys or glob patterns of leaves that all ranks have alike, besides the configuration's.
+            replicated: keys or glob patterns of leaves that are equal on all ranks, besides the configuration's.
 
-        Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepCommitted`).
+        With several ranks, each saves its part; the step exists once all have, and the parts fit (`StepCommitted`).
 
         Raises:
             Invalid: a leaf or metric cannot be stored (named), or a mutable leaf captured by reference; nothing was
@@ -180,13 +179,13 @@ class CheckpointStore:
         return await self._save(current(), step, tree, metrics, capture, overwrite, replicated)
 
     async def _save(self, caller: Current, step: int, *call: Any) -> Checkpoint:
-        """Save as `save` for the ``caller``, on whose thread this may not run."""
+        """`save` for the ``caller``; may run on another thread than the caller's."""
         step = checked_step(step)
         loop, engine = self._life.loop, self._life.open_engine
         return Checkpoint(step, engine, loop, *await engine.captures.save(loop, caller.streams, step, *call))
 
     async def prepare(self, tree: Any) -> None:
-        """Take memory for saves of trees like ``tree`` behind the training, so that the first save waits for none.
+        """Allocate memory for saves of trees like ``tree`` in the background, so that the first save need not wait.
 
         For a training that does not begin with a restore. The tree is as for `save` or the ``like`` of `restore`;
         nothing of it is read or kept. Raises `Invalid`, naming a leaf that cannot be stored.
@@ -195,7 +194,7 @@ class CheckpointStore:
         await self._life.call(lambda engine: engine.prepare(tree, mesh))
 
     async def flush(self) -> None:
-        """Wait until every tier holds what is due, and what is due is exported. Raises the error of one that fails."""
+        """Wait until every tier and export has the steps that are due there. Raises the error of one that fails."""
         await self._life.change(lambda engine: engine.flush())
 
     # -- restoring ----------------------------------------------------------------------------------------
@@ -213,14 +212,14 @@ class CheckpointStore:
         resume: bool | None = None,
         lossy: bool = False,
     ) -> Restored | None:
-        """Bring a step back: the newest from the nearest tier, every chunk verified, damage repaired.
+        """Restore a step, by default the newest, from the nearest tier: verify every chunk, and repair damage.
 
-        It changes nothing that is stored. A call of all ranks, which restore one step, with one ``resume``, all of
-        them whole or none; if one fails, all raise.
+        The next save decides about the branch (``resume``). With several ranks, all call it, for the same step and
+        with the same ``resume``, and all or none give ``keys``; if one fails, all raise.
 
         Args:
-            step: which; None for the newest, with the saves that returned before; several ranks do not wait for saves
-                by reference or lazy ones. A number of several branches means that of the one that is trained.
+            step: which; None for the newest. Waits for saves that have returned; several ranks do not wait for saves
+                by reference or lazy ones. A number on several branches means the step of the branch in training.
             keys: only the leaves under these keys or glob patterns (``params/**``). Leaves of ``like`` or ``into`` that
                 they do not choose come back as they are.
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
@@ -232,29 +231,29 @@ class CheckpointStore:
                 PRNG keys on JAX's default device, torch tensors on the CPU), or one kind for all. None is ``"numpy"``.
                 ``"specs"`` reads no array: each is an `ArraySpec`, and the rest of the tree is as it was saved.
             cast: convert arrays to the dtypes of ``like``: floats are rounded, integers must fit.
-            copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
-            resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
-                from where it would have. By default it forks if its number is not above that of the newest step, and
-                otherwise extends the branch with a warning. A step that is restored in part is only looked at, and the
-                newest one takes back what an earlier restore said.
-            lossy: where that step is not intact as it was saved, or, without ``step``, none as new, take all of a lossy
-                copy. `Restored.lossy` tells, and what goes on from it records it. For a store of one process.
+            copy: False: return at once, with read-only views where the step is in RAM; see `Restored.verified`.
+            resume: True to continue training: the next save forks at the restored step. False to look: the next save
+                continues as without this restore. By default it forks if its number is not above the newest step's,
+                and otherwise extends the branch with a warning. Restoring part of a step only looks at it. Restoring
+                the newest step cancels what an earlier restore set.
+            lossy: accept a lossy copy, as a whole, if the step is not intact as it was saved, or, without ``step``, if
+                the copy is of a newer one. `Restored.lossy` is set, and later saves record it. For one process only.
 
         Returns:
             The step, or None when the store is empty.
 
         Raises:
-            NotFound: there is no such step or key; or a lossy copy alone, and not ``lossy``.
+            NotFound: there is no such step or key; or only a lossy copy, without ``lossy``.
             Invalid: the step does not fit ``like`` or ``into``; all differences are listed. Or an array cannot be what
                 ``as_`` says, or two leaves of ``into`` share memory for which the step has different bytes: nothing
-                was changed. Or the ranks do not restore alike.
+                was changed. Or the calls of the ranks differ.
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
         return await self._restore(current(), step, keys, like, into, as_, cast, copy, resume, lossy)
 
     async def _restore(self, caller: Current, step: Any, keys: Any, *how: Any) -> Restored | None:
-        """Restore as `restore` for the ``caller``, on whose thread this may not run."""
+        """`restore` for the ``caller``; may run on another thread than the caller's."""
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
         loop, engine = self._life.loop, self._life.open_engine
@@ -289,7 +288,7 @@ class CheckpointStore:
     async def describe(
         self, step: int | None = None, *, serial: int | None = None, keys: Sequence[str] | None = None
     ) -> StepDetails:
-        """A step (the newest without one) in full, but for the arrays' values.
+        """Describe a step (by default the newest) in full, except for the arrays' values.
 
         Args:
             step: which; the newest without one.
@@ -349,15 +348,15 @@ class CheckpointStore:
         again.
 
         Args:
-            step: which; a number that the branch has not is that of the newest other step of this number.
-            force: also the newest step of the branch, the last step there is, and one whose copies promise 6 keeps; and
-                where a tier does not answer, which then keeps the copies that it has.
+            step: which; a number that is not on the branch means the newest step with that number.
+            force: also delete the newest step of the branch, the last step there is, or one whose copies promise 6
+                keeps; and go on if a tier does not answer, which then keeps its copies.
 
         Raises:
             NotFound: there is no such step.
             Conflict: it is needed, for the reason given, or is being read; nothing was deleted.
             TierUnavailable: a tier that may hold it does not answer; without ``force``, nothing was deleted.
-            Invalid: on another rank than 0, or in a store that is only looked at.
+            Invalid: on another rank than 0, or in a read-only store.
         """
         await self._life.change(lambda engine: engine.admin.delete(checked_step(step), force=force))
 
@@ -374,7 +373,7 @@ class CheckpointStore:
         repair: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
-        """Read all of a step (the newest) on one tier, or on every tier that holds it, and compare every digest.
+        """Verify a step (by default the newest) on one tier, or on all that hold it: read it, compare every digest.
 
         Args:
             serial: which save, where the number was saved on several branches.
@@ -394,6 +393,6 @@ class CheckpointStore:
         rate: float | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
-        """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
+        """Verify every chunk of a tier, or of all tiers, once; read ``rate`` bytes a second at most."""
         look = partial(self._life.look, packs=True, repair=repair)
         return await look(lambda engine: engine.admin.scrub(tier, repair=repair, rate=rate, progress=progress))

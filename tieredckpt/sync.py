@@ -79,11 +79,11 @@ class SyncStore:
         self._life.close_blocking(clean=kind is None)
 
     def close(self) -> None:
-        """Wait for what is still to be promoted, on tiers that work, and release everything.
+        """Wait until the tiers that work have every step that is due there; then release everything.
 
-        Idempotent, also at the same time: all who close return when it is closed. What was called before ends first,
-        as `Closed` if it has not ended when everything is promoted; what is called later is `Closed`. A forked
-        process closes nothing of its parent's.
+        Idempotent; concurrent calls return when the store is closed. Calls made before may end; those still running
+        when everything is promoted raise `Closed`, and so do later calls. A forked process closes none of its
+        parent's stores.
         """
         self._is_open = False
         self._life.close_blocking(clean=True)
@@ -112,7 +112,7 @@ class SyncStore:
         overwrite: bool = False,
         replicated: Sequence[str] = (),
     ) -> SyncCheckpoint:
-        """Copy ``tree`` into RAM and commit it there; everything slower happens behind.
+        """Copy ``tree`` into RAM and commit it there; slower tiers get it in the background.
 
         It extends the branch, or forks at the step that was restored last: see ``resume`` of `restore`.
 
@@ -121,13 +121,13 @@ class SyncStore:
             tree: containers of arrays and scalars; see ``docs/reference/trees.md``.
             metrics: numbers by name that policies and people look at.
             capture: ``"copy"``: on return the tree may be changed. ``"lazy"``: return at once; the tree may be changed
-                after `Checkpoint.captured`, for which a step of a torch optimizer waits by itself. ``"device"``,
+                after `Checkpoint.captured`, which a step of a torch optimizer calls by itself. ``"device"``,
                 ``"pinned_host"``: return when JAX has begun copies there. ``"reference"``: return at once, for JAX
                 arrays that are not donated before ``reached("ram")``. See ``docs/reference/trees.md``.
             overwrite: save a step number again that this branch has already.
-            replicated: keys or glob patterns of leaves that all ranks have alike, besides the configuration's.
+            replicated: keys or glob patterns of leaves that are equal on all ranks, besides the configuration's.
 
-        Of several ranks, each saves what it has; the step exists once all have, and it fits (`StepCommitted`).
+        With several ranks, each saves its part; the step exists once all have, and the parts fit (`StepCommitted`).
 
         Raises:
             Invalid: a leaf or metric cannot be stored (named), or a mutable leaf captured by reference; nothing was
@@ -140,7 +140,7 @@ class SyncStore:
         return SyncCheckpoint(saved, self._life.loop)
 
     def prepare(self, tree: Any) -> None:
-        """Take memory for saves of trees like ``tree`` behind the training, so that the first save waits for none.
+        """Allocate memory for saves of trees like ``tree`` in the background, so that the first save need not wait.
 
         For a training that does not begin with a restore. The tree is as for `save` or the ``like`` of `restore`;
         nothing of it is read or kept. Raises `Invalid`, naming a leaf that cannot be stored.
@@ -149,7 +149,7 @@ class SyncStore:
         self._run(self._life.call(lambda engine: engine.prepare(tree, mesh)))
 
     def flush(self) -> None:
-        """Wait until every tier holds what is due, and what is due is exported. Raises the error of one that fails."""
+        """Wait until every tier and export has the steps that are due there. Raises the error of one that fails."""
         self._run(self._store.flush())
 
     # -- restoring ----------------------------------------------------------------------------------------
@@ -167,14 +167,14 @@ class SyncStore:
         resume: bool | None = None,
         lossy: bool = False,
     ) -> SyncRestored | None:
-        """Bring a step back: the newest from the nearest tier, every chunk verified, damage repaired.
+        """Restore a step, by default the newest, from the nearest tier: verify every chunk, and repair damage.
 
-        It changes nothing that is stored. A call of all ranks, which restore one step, with one ``resume``, all of
-        them whole or none; if one fails, all raise.
+        The next save decides about the branch (``resume``). With several ranks, all call it, for the same step and
+        with the same ``resume``, and all or none give ``keys``; if one fails, all raise.
 
         Args:
-            step: which; None for the newest, with the saves that returned before; several ranks do not wait for saves
-                by reference or lazy ones. A number of several branches means that of the one that is trained.
+            step: which; None for the newest. Waits for saves that have returned; several ranks do not wait for saves
+                by reference or lazy ones. A number on several branches means the step of the branch in training.
             keys: only the leaves under these keys or glob patterns (``params/**``). Leaves of ``like`` or ``into`` that
                 they do not choose come back as they are.
             like: a tree whose containers and kinds of arrays the result takes; without it, the result is plain
@@ -186,22 +186,22 @@ class SyncStore:
                 PRNG keys on JAX's default device, torch tensors on the CPU), or one kind for all. None is ``"numpy"``.
                 ``"specs"`` reads no array: each is an `ArraySpec`, and the rest of the tree is as it was saved.
             cast: convert arrays to the dtypes of ``like``: floats are rounded, integers must fit.
-            copy: False: read-only views of RAM where the step lies there, at once; see `Restored.verified`.
-            resume: True to train on: the next save forks at the restored step. False to look: the next save goes on
-                from where it would have. By default it forks if its number is not above that of the newest step, and
-                otherwise extends the branch with a warning. A step that is restored in part is only looked at, and the
-                newest one takes back what an earlier restore said.
-            lossy: where that step is not intact as it was saved, or, without ``step``, none as new, take all of a lossy
-                copy. `Restored.lossy` tells, and what goes on from it records it. For a store of one process.
+            copy: False: return at once, with read-only views where the step is in RAM; see `Restored.verified`.
+            resume: True to continue training: the next save forks at the restored step. False to look: the next save
+                continues as without this restore. By default it forks if its number is not above the newest step's,
+                and otherwise extends the branch with a warning. Restoring part of a step only looks at it. Restoring
+                the newest step cancels what an earlier restore set.
+            lossy: accept a lossy copy, as a whole, if the step is not intact as it was saved, or, without ``step``, if
+                the copy is of a newer one. `Restored.lossy` is set, and later saves record it. For one process only.
 
         Returns:
             The step, or None when the store is empty.
 
         Raises:
-            NotFound: there is no such step or key; or a lossy copy alone, and not ``lossy``.
+            NotFound: there is no such step or key; or only a lossy copy, without ``lossy``.
             Invalid: the step does not fit ``like`` or ``into``; all differences are listed. Or an array cannot be what
                 ``as_`` says, or two leaves of ``into`` share memory for which the step has different bytes: nothing
-                was changed. Or the ranks do not restore alike.
+                was changed. Or the calls of the ranks differ.
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
@@ -241,7 +241,7 @@ class SyncStore:
     def describe(
         self, step: int | None = None, *, serial: int | None = None, keys: Sequence[str] | None = None
     ) -> StepDetails:
-        """A step (the newest without one) in full, but for the arrays' values.
+        """Describe a step (by default the newest) in full, except for the arrays' values.
 
         Args:
             step: which; the newest without one.
@@ -297,15 +297,15 @@ class SyncStore:
         again.
 
         Args:
-            step: which; a number that the branch has not is that of the newest other step of this number.
-            force: also the newest step of the branch, the last step there is, and one whose copies promise 6 keeps; and
-                where a tier does not answer, which then keeps the copies that it has.
+            step: which; a number that is not on the branch means the newest step with that number.
+            force: also delete the newest step of the branch, the last step there is, or one whose copies promise 6
+                keeps; and go on if a tier does not answer, which then keeps its copies.
 
         Raises:
             NotFound: there is no such step.
             Conflict: it is needed, for the reason given, or is being read; nothing was deleted.
             TierUnavailable: a tier that may hold it does not answer; without ``force``, nothing was deleted.
-            Invalid: on another rank than 0, or in a store that is only looked at.
+            Invalid: on another rank than 0, or in a read-only store.
         """
         self._run(self._store.delete(step, force=force))
 
@@ -322,7 +322,7 @@ class SyncStore:
         repair: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
-        """Read all of a step (the newest) on one tier, or on every tier that holds it, and compare every digest.
+        """Verify a step (by default the newest) on one tier, or on all that hold it: read it, compare every digest.
 
         Args:
             serial: which save, where the number was saved on several branches.
@@ -339,5 +339,5 @@ class SyncStore:
         rate: float | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> list[Verified]:
-        """Verify all that a tier, or every tier, holds, each chunk once, reading ``rate`` bytes a second at most."""
+        """Verify every chunk of a tier, or of all tiers, once; read ``rate`` bytes a second at most."""
         return self._run(self._store.scrub(tier, repair=repair, rate=rate, progress=progress))

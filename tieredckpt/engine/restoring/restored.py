@@ -11,14 +11,14 @@ __all__ = ["Restored"]
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A step brought back."""
+    """A restored step."""
 
     step: int
     serial: int
     tree: Any
     metrics: Mapping[str, float]
     sources: Mapping[str, int]
-    """Bytes that came from each tier, and as ``peers`` those that other ranks gave."""
+    """Bytes read from each tier; under ``peers``, those that other ranks sent."""
     lossy: bool = False
     """Whether it is a lossy copy, whose values are not all as they were saved; see ``restore(lossy=True)``."""
     _check: Callable[[], Awaitable[None]] | None = field(default=None, repr=False, compare=False)
