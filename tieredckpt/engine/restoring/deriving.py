@@ -45,13 +45,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def open_source(state: State, step: StepId, tier: Tier) -> AbstractAsyncContextManager[StepSource]:
-    """A step as one tier has it, exact or derived. Raises as `StepSource.open`."""
+    """Open a step as one tier has it, exact or derived. Raises as `StepSource.open`."""
     return (DerivedSource if tier.derived else StepSource).open(state, step, only=tier)
 
 
 @asynccontextmanager
 async def open_derived(copies: Sequence[tuple[StepId, State]]) -> AsyncIterator[StepSource]:
-    """The first of a step's lossy copies, each with its derivation, whose index can be read.
+    """Open the first lossy copy of a step whose index can be read; ``copies`` have each one's derivation.
 
     Raises as `StepSource.open` where none can.
     """
@@ -72,7 +72,7 @@ async def open_derived(copies: Sequence[tuple[StepId, State]]) -> AsyncIterator[
 class RoundedSource(StepSource):
     """An exact step, rounded as a tier with lossy rules requires. Use `rounding`.
 
-    Its index has the digests of the rounded chunks; where a chunk lies is where the exact one does.
+    Its index has the digests of the rounded chunks, and the places of the exact ones.
     """
 
     exact: StepSource | None = field(kw_only=True, default=None)
@@ -84,7 +84,7 @@ class RoundedSource(StepSource):
     @classmethod
     @asynccontextmanager
     async def rounding(cls, state: State, step: StepId, tier: Tier) -> AsyncIterator[StepSource]:
-        """The step by the rules of ``tier``, from the nearest tier that has it exact; every chunk is rounded once.
+        """Round a step by the rules of ``tier``, from the nearest tier that has it exact; each chunk is rounded once.
 
         Raises as `StepSource.open` and `StepSource.read`.
         """
@@ -95,7 +95,7 @@ class RoundedSource(StepSource):
 
     @property
     def in_slab(self) -> None:
-        """No chunk may be written as it lies in RAM."""
+        """None: no chunk may be written as it lies in RAM."""
 
     async def read(self, key: str, ordinal: int, memory: Bytes, *, bad: Tier | None = None) -> Tier:
         """See `StepSource.read`."""
@@ -244,7 +244,7 @@ def _record(index: StepIndex, plan: _Plan, rounded: dict[str, Rounded]) -> StepR
 
 
 def _round(memory: Bytes, dtype: np.dtype[Any], bound: Bound) -> RoundedChunk | None:
-    """Round a chunk in place; None if it is to stay as it was, which ``memory`` may not have any more."""
+    """Round a chunk in place; None if the chunk stays exact (``memory`` may be changed all the same)."""
     worst = round_values(memory, dtype, bound)
     return None if worst is None else RoundedChunk(digest_array(memory), worst)
 

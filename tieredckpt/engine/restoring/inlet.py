@@ -1,10 +1,10 @@
-"""Brings verified bytes to the memory of devices, several copies in flight on each thread that reads chunks.
+"""Copies verified bytes to the memory of devices, several copies in flight on each thread that reads chunks.
 
-A chunk that lies in the RAM tier's slab is copied to its device from there. One that is read from another tier comes by
-direct I/O to scratch memory, is verified there, and is copied to its device from there: both are registered with the
-driver, so no byte of it is copied on the host. What is not registered passes through a page-locked buffer, after one
-more copy: chunks of a tier with a codec, which are decoded elsewhere, chunks so small that they lie in the index, parts
-of chunks that are no range of bytes, and everything where the driver refuses.
+A chunk in the RAM tier's slab is copied to its device from there. A chunk of another tier is read by direct I/O into
+scratch memory, verified, and copied to its device from there. Slab and scratch memory are registered with the driver,
+so the host copies no byte. Other bytes pass through a page-locked buffer, with one more copy: chunks of a tier with a
+codec, which are decoded elsewhere, small chunks in the index, parts of chunks that are no range of bytes, and all bytes
+where the driver refuses.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _of_thread = _OfThread()
 
 @contextmanager
 def landing_together() -> Iterator[None]:
-    """Wait for the copies to devices that this thread begins in the block at its end, and not for each by itself.
+    """Wait, at the end of the block, for all copies to devices that this thread began in it.
 
-    Until then their sources stay as they are. When the block has ended, with an error too, no device reads them and
-    none writes to a target. Raises `DeviceUnavailable`, which names the array that was to be filled.
+    Their sources must not change until then. After the block, also after an error, no device reads them or writes to
+    a target. Raises `DeviceUnavailable`, which names the array that was to be filled.
     """
     if _of_thread.links is not None:
         yield
@@ -61,7 +61,7 @@ def landing_together() -> Iterator[None]:
 
 
 class Inlet:
-    """The way of one restore to the memory of devices. Its verbs block, and any thread may call them."""
+    """Copies the chunks of one restore to the memory of devices. Its methods block; any thread may call them."""
 
     def __init__(self, memory: HostMemory, scratch: Slab) -> None:
         self._memory, self._scratch = memory, scratch
@@ -131,7 +131,7 @@ class DeviceOverlap:
     nbytes: int
 
     def copy(self, memory: Bytes) -> None:
-        """Take them from the chunk, all of which is in ``memory`` and verified. Blocking; see `landing_together`."""
+        """Copy the items from the chunk: all of it, verified, is in ``memory``. Blocking; see `landing_together`."""
         source = memory.view(self.target.dtype).reshape(self.cell)[self.items]
         flat = row_major_bytes(source)
         if flat is None:

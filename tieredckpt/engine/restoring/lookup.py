@@ -1,4 +1,4 @@
-"""Which step a restore takes."""
+"""Chooses the step that a restore takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
     @property
     def to_train_on(self) -> bool:
-        """Whether a save may follow that continues the restored step."""
+        """Whether a later save may continue the restored step."""
         return self.whole and self.resume is not False
 
 
@@ -98,7 +98,7 @@ async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] |
         return None
     found = (state.newest() if step is None else None) or state.find(step)
     record = await _whole_record(state, found)
-    # What turned out unreadable is found no more.
+    # An unreadable step is in quarantine now: the next search finds another one.
     return await look_up(state, step) if record is None else (found, record)
 
 
@@ -109,7 +109,7 @@ def never_read(state: State) -> list[Tier]:
 
 
 async def _whole_record(state: State, step: StepId) -> StepRecord | None:
-    """The record of a step with all that it has; None if its commit turns out unreadable wherever it was said to be.
+    """The complete record of a step; None if its commit is unreadable on every tier that should hold it.
 
     Raises `TierUnavailable` when a tier that may have it does not answer.
     """

@@ -1,7 +1,7 @@
 """Detects that a step left a tier, or was committed again there, while a read-only process read it.
 
-Nothing of a step is kept for such a process but in RAM: what it reads may be evicted at any moment. So whatever it
-does not find, or finds other than it should be, is no damage before it has looked once more.
+Only RAM keeps a step for such a process: what it reads elsewhere may be evicted at any moment. So bytes that are
+missing or different count as damage only after the process has looked again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def places(state: State, step: StepId) -> Hashable:
 
 
 async def has_moved(state: State, step: StepId, before: Hashable) -> bool:
-    """Look once more, where nothing is written: whether a step is not in the same places as before."""
+    """Look again, in a read-only process: whether the places of a step have changed. False in a writer."""
     if state.reader.refresh is None:
         return False
     await state.reader.refresh()
@@ -43,8 +43,8 @@ async def unless_moved(state: State, step: StepId) -> AsyncIterator[None]:
     except (Corrupt, NotFound, TierUnavailable) as error:
         if state.reader.refresh is None or isinstance(error, Moved):
             raise
-        # Who does not answer now would not answer a second look either; but RAM goes with its training, which has
-        # promoted the step by then.
+        # A silent tier would not answer a second look either; but RAM ends with its training, which has promoted the
+        # step by then.
         in_ram = any(tier.in_memory and step in tier.steps.held for tier in state.tiers)
         if isinstance(error, TierUnavailable) and places(state, step) == before and not in_ram:
             raise

@@ -29,7 +29,7 @@ __all__ = ["NOTHING", "CastTarget", "Form", "Overlap", "Piece", "Target", "box_o
 Bytes = npt.NDArray[np.uint8]
 
 NOTHING: Bytes = np.empty(0, dtype=np.uint8)
-"""Target of a chunk of which no byte is wanted."""
+"""Target of a piece that has only overlaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Overlap:
         return self.target.size * self.dtype.itemsize
 
     def copy(self, memory: Bytes) -> None:
-        """Take them from the chunk, all of which is in ``memory``. Raises as `cast` where the target is a cast."""
+        """Copy the items from the chunk, which is whole in ``memory``. Raises as `cast` where the target is a cast."""
         items = _part(memory.view(self.dtype).reshape(self.cell), self.items)
         if self.dtype == self.target.dtype:
             np.copyto(self.target, items)
@@ -94,10 +94,10 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk that is to be read, once, and everything that its bytes are for."""
+    """A chunk that is read once, and all targets of its bytes."""
 
     key: str
-    """Under which its array, or block, is stored."""
+    """Storage key of its array or block."""
     ordinal: int
     nbytes: int
     chunk: Chunk
@@ -125,16 +125,16 @@ class Piece:
         return nbytes
 
     def put(self, memory: Bytes) -> None:
-        """Copy from the chunk, all of which is in ``memory``, to where its bytes go."""
+        """Copy the chunk's bytes to their targets; all of it is in ``memory``."""
         np.copyto(self.target, memory[: self.target.size])
         for overlap in self.overlaps:
             overlap.copy(memory)
 
 
 def deliver(piece: Piece, frame: Bytes, encoding: Encoding) -> bool:
-    """Decode a chunk that was read, verify it and put its bytes where they go; False if it is not intact.
+    """Decode and verify a chunk that was read, and put its bytes into their targets; False if it is not intact.
 
-    The start of a cell is copied to the target in the pass that verifies all of it: what is verified is the copy.
+    One pass copies the start of a cell to the target and verifies the whole cell: it verifies the copy itself.
     """
     try:
         if piece.overlaps and not encoding.raw:
@@ -153,13 +153,13 @@ def deliver(piece: Piece, frame: Bytes, encoding: Encoding) -> bool:
 
 
 def box_of(name: str, shape: tuple[int, ...]) -> tuple[str, Box]:
-    """The array of which an array of ``shape`` that is stored, or asked for, as ``name`` is a box, and that box."""
+    """Key of the array that ``name``, stored or asked for with ``shape``, is a part of; and its box there."""
     key, offset = parse_block_key(name) or (name, (0,) * len(shape))
     return key, Box(offset, shape)
 
 
 def put_small(index: StepIndex, targets: Mapping[str, Target]) -> tuple[dict[str, Target], int]:
-    """Fill the targets on the host that are one intact chunk which lies in the index; the others, and bytes filled.
+    """Fill host targets whose array is one intact chunk in the index; returns the other targets and the bytes filled.
 
     ``index`` and ``targets`` are those of `pieces_of`.
     """
@@ -193,7 +193,7 @@ def pieces_of(index: StepIndex, targets: Mapping[str, Target], inlet: Inlet) -> 
     """The chunks of a step that overlap ``targets``, each once.
 
     Args:
-        index: of the step, whose arrays may be stored in other blocks than those that are wanted.
+        index: of the step; it may store arrays in other blocks than those that are wanted.
         targets: C-contiguous writable arrays of the stored dtypes: whole arrays by key, boxes of arrays by
             `tieredckpt.format.layout.block_key`; or memory of devices.
         inlet: fills memory of devices.
@@ -272,7 +272,7 @@ def _overlapping(index: StepIndex, of: _Stored, box: Box, target: Target, inlet:
 
 
 def _each_once(pieces: Iterable[Piece]) -> list[Piece]:
-    """Pieces of one chunk as one."""
+    """Merge the pieces of each chunk into one."""
     found: dict[tuple[str, int], Piece] = {}
     for piece in pieces:
         place = piece.key, piece.ordinal

@@ -1,4 +1,4 @@
-"""Restores: every chunk from the nearest tier that has it intact, straight into its place, verified."""
+"""Reads the chunks of a restore, each from the nearest tier that has it intact, verified, straight into its target."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ Place = tuple[str, int, bytes]
 _SCRATCH_RUNS = 3
 """Runs at a time that pass through scratch memory: few, so that it stays in the processor's cache."""
 _REMOTE_READS = 8
-"""Reads in flight where latency, and not the device, is what one waits for."""
+"""Reads in flight where latency, and not the device, limits the speed."""
 _RUN_GAP = 64 << 10
-"""Bytes between two extents that are read rather than skipped."""
+"""Largest gap between two extents, in bytes, that is read rather than skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Run:
 
 
 async def fill(state: State, source: StepSource, targets: Mapping[str, Target]) -> dict[str, int]:
-    """Fill every target array with the array, or box of an array, of its name; the bytes that came from each tier.
+    """Fill every target with the array, or box of an array, of its name; returns the bytes that came from each tier.
 
     Args:
         state: of the engine.
@@ -125,7 +125,7 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, Target]) 
 async def _from_other_tiers(
     state: State, source: StepSource, asked: Tier, pieces: list[Piece], sources: dict[str, int]
 ) -> list[Piece]:
-    """Read what a tier did not deliver from the next ones that hold the step, as fast as each can; what is left."""
+    """Read pieces that a tier did not deliver from the next tiers that hold the step; returns those that are left."""
     holders = [] if source.tier.derived else state.holders(source.step)
     for tier in holders:
         if not pieces:
@@ -159,9 +159,9 @@ async def _counted(
 async def read_pieces(
     state: State, source: StepSource, tier: Tier, pieces: list[Piece], *, digested_reads: int = 0
 ) -> list[Piece]:
-    """Read pieces from a tier to where they go, verified; those that were not intact, which are noted as damage.
+    """Read pieces from a tier into their targets, and verify them; notes as damage, and returns, those not intact.
 
-    ``digested_reads`` is how many runs are read at a time of a store that digests them; 0 for as many as it likes best.
+    ``digested_reads``: runs read at a time from a store that digests what it reads; 0 for the store's own number.
     """
     if tier.ram is not None:
         return await _from_slab(state, source, tier, tier.ram, pieces)
@@ -215,12 +215,12 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
 
 
 def _chunk(piece: Piece) -> tuple[Chunk, int]:
-    """The chunk that pieces have in common; it is read once."""
+    """Identify the chunk of a piece: pieces with one chunk share one read."""
     return piece.chunk, piece.nbytes
 
 
 def place_of(piece: Piece) -> Place:
-    """Where a tier has the chunk, and which it is."""
+    """Place of a piece's chunk on its tier, and its digest."""
     extent = piece.extent
     return extent.path, extent.offset, piece.chunk.digest
 
@@ -298,7 +298,7 @@ async def _from_packs(
 async def _digested(state: State, tier: Tier, run: Run, *, through_scratch: asyncio.Semaphore) -> list[Piece]:
     """Read a run straight into its targets and digest it on the way; returns the pieces that were not intact.
 
-    Chunks of which boxes are wanted, or that are wanted in several places, pass through scratch memory.
+    Chunks that are wanted in part, or in several places, pass through scratch memory.
     """
     store = tier.store
     assert isinstance(store, GetDigested)

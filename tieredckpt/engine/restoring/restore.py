@@ -117,9 +117,9 @@ class Restorer:
         expect: Callable[[int], None],
         flattener: Flattener,
     ) -> None:
-        """``prepare`` takes memory for saves of trees like one on a mesh, ``expect`` for saves of so many bytes.
+        """``prepare`` allocates memory for saves of a tree on a mesh, ``expect`` for saves of so many bytes.
 
-        ``flattener`` is that of the saves: a training saves the tree that it has restored into.
+        The saves use the same ``flattener``: a training saves the tree that it has restored into.
         """
         self._state, self._together, self._repair, self._prepare = state, together, repair, prepare
         self._expect, self._flattener = expect, flattener
@@ -169,8 +169,8 @@ class Restorer:
             return None
         restored, chosen, record = found
         if wanted.to_train_on and not self._state.read_only:  # now that of several ranks all have restored it
-            # The branch may end before a step of which a lossy copy alone is left, or after one that could not be read
-            # and may be again: what is trained goes on from the step that was restored.
+            # The next save forks at the restored step if a newer step of the branch could not be read, which may be
+            # readable later; or if only a lossy copy of it is left, and the branch does not have it.
             unread = step is None and newest is not None and chosen.serial < newest.serial
             astray = unread or (restored.lossy and not self._state.on_line(chosen.serial))
             named, resume = step is not None or astray, resume is True or astray
@@ -209,7 +209,7 @@ class Restorer:
         record: StepRecord | None,
         derivation: State | None = None,
     ) -> tuple[Restored, StepId, StepRecord]:
-        """A step as it was saved, all of it, or from the lossy copy that ``derivation`` has, all of it."""
+        """Restore a step wholly from its exact copies, or wholly from the lossy copy of ``derivation``."""
         if derivation is not None:
             record = (await step_index.load(derivation.tiers[-1], step)).record
         assert record is not None
@@ -286,12 +286,11 @@ class Restorer:
     async def _view(
         self, step: StepId, seen: Mapping[str, Form], forms: Mapping[str, Form]
     ) -> tuple[Read, Callable[[], Coroutine[Any, Any, None]]] | None:
-        """Read-only views of RAM for what is to be ``seen``, and verified copies of what does not lie there in one
-        piece, and of the rest of ``forms``.
+        """View the arrays ``seen`` in RAM, read-only; copy and verify those not there in one piece, and all others.
 
         Returns:
-            The arrays, and what verifies the views, which raises `Corrupt` and repairs them. None when the step is
-            not in RAM.
+            The arrays, and a function that verifies the views: it repairs damage, and raises `Corrupt`. None when the
+            step is not in RAM.
         """
         begin = time.monotonic()
         found = await view_step(self._state, step, seen)

@@ -1,4 +1,4 @@
-"""Which lossy rule means an array, and within which bound its values may be rounded."""
+"""Chooses the lossy rule of an array, and the bound within which its values may be rounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def as_recorded(rules: Iterable[LossyRule]) -> tuple[Rule, ...]:
 
 
 def first_rules(rules: Sequence[Rule], keys: Sequence[str]) -> dict[str, int]:
-    """The first of the rules that chooses each of the keys; those that none chooses are left out."""
+    """For each key, the number of the first rule that chooses it; keys that no rule chooses are left out."""
     first: dict[str, int] = {}
     for number, rule in enumerate(rules):
         for _, chosen in choose(rule.keys, keys):
@@ -34,8 +34,8 @@ def first_rules(rules: Sequence[Rule], keys: Sequence[str]) -> dict[str, int]:
 
 
 def rounding_of(rule: Rule, key: str, axes: int, dtype: np.dtype[Any]) -> Bound | None:
-    """The bound for an array that the rule means; None for one that is dropped, or stays exact anyhow."""
+    """The bound that a rule sets for an array; None if the array is dropped, or stays exact."""
     if rule.bound is None or not can_round(dtype):
         return None
-    # Biases and norms are few and matter; who means them names them.
+    # Biases and norms are few and matter: only a rule that has their very key rounds them.
     return None if axes < 2 and key not in rule.keys else rule.bound

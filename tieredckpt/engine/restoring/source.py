@@ -167,11 +167,11 @@ class StepSource:
 
     @property
     def in_slab(self) -> Slab | None:
-        """The memory in which its chunks lie as they are to be written, if they do."""
+        """The slab in which the chunks lie as they are to be written; None if they are elsewhere."""
         return None if self.tier.ram is None else self.tier.ram.slab
 
     async def candidates(self, key: str, ordinal: int, digest: bytes) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
-        """Every place that should have a chunk: where the indexes of the step say, then any that has the digest."""
+        """Yield every place that should have a chunk: first by the indexes of the step, then any with its digest."""
         tried: set[tuple[str, Extent]] = set()
         if self.near is not None and (here := self.near.get(digest)) is not None:
             yield here
@@ -229,7 +229,7 @@ class StepSource:
         return list(found.values()), rest
 
     async def on_one_tier(self, pieces: list[Piece]) -> tuple[Tier, list[Piece], list[Piece]]:
-        """The tier that the pieces are read from, the pieces as they lie there, and those that are not there."""
+        """The tier to read from, the pieces with their places there, and the pieces that it lacks."""
         if self.near is None:
             return self.tier, pieces, []
         tier, index = await self._shared()
@@ -247,7 +247,7 @@ class StepSource:
         return tier, there, absent
 
     async def on_another_tier(self, tier: Tier, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-        """The pieces as they lie in packs of a tier by its index of the step, and those that do not."""
+        """The pieces with their places in packs of a tier, by its index of the step, and the pieces that it lacks."""
         try:
             index = await self._index_on(tier)
         except TieredCkptError:
@@ -290,7 +290,7 @@ class StepSource:
             key: of the array.
             ordinal: of the chunk in its grid.
             memory: page-aligned, at least as long as the chunk.
-            bad: a tier that was found not to have it where its index of the step says.
+            bad: a tier that lacks the chunk at the place that its index of the step names.
 
         Raises:
             Corrupt: no tier has the chunk intact; the message names the array.
@@ -329,7 +329,7 @@ class StepSource:
     ) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
         """Yield `candidates` without those that ``bad`` lacks; then those that had not answered in time.
 
-        Each of these as often as its tier tries again what failed.
+        Each late one comes as often as the ``retries`` of its tier say.
         """
         late: list[tuple[Tier, Extent | bytes]] = []
         async for tier, where in self.candidates(key, ordinal, digest):

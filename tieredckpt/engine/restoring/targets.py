@@ -1,4 +1,4 @@
-"""New memory for the arrays of a step, and whether arrays can hold what a step's index says."""
+"""Makes memory for the arrays of a step, and checks whether given arrays can hold what a step's index says."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def empty_targets(step: StepId, forms: Mapping[str, Form]) -> dict[str, npt.NDAr
 def given_on_device(leaf: ArrayLeaf, ready: Mapping[Device, Event]) -> DeviceTarget | None:
     """Device memory of a leaf, to be filled once that is ``ready``; None for a leaf on the host.
 
-    Raises `Invalid` for an array several of whose items lie in one place.
+    Raises `Invalid` for an array in which several items share memory.
     """
     if (found := device_view(leaf)) is None:
         return None
@@ -64,9 +64,9 @@ def given_on_device(leaf: ArrayLeaf, ready: Mapping[Device, Event]) -> DeviceTar
 
 
 def new_on_device(leaf: ArrayLeaf, streams: Mapping[Device, Stream]) -> DeviceTarget:
-    """New memory, where a leaf lies that is on a device, of its form. Raises `DeviceUnavailable`.
+    """New memory of the form of a leaf, on the leaf's device. Raises `DeviceUnavailable`.
 
-    It belongs to the trainer's stream, one of ``streams``, like what the trainer makes itself.
+    It belongs to the trainer's stream, one of ``streams``, like memory that the trainer allocates itself.
     """
     found = device_view(leaf)
     assert found is not None, "it lies on a device"
@@ -99,7 +99,7 @@ def check_targets(index: StepIndex, targets: Mapping[str, Target], tier: str) ->
 
 
 def check_memory(index: StepIndex, targets: Mapping[str, Filled]) -> None:
-    """Raise `Invalid` if two targets share memory, unless it is all of both and the step has the same bytes for them.
+    """Raise `Invalid` if two targets share memory, unless they are the same memory and the step has equal bytes.
 
     Tied arrays may be given where they were equal when they were saved. The targets are C-contiguous.
     """

@@ -1,4 +1,4 @@
-"""How stock TensorStore opens what a tier holds, without this library."""
+"""TensorStore specs, with which stock TensorStore opens arrays on a tier without this library."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _whole_on(state: State, step: StepId) -> Tier:
 def spec_of(index: StepIndex, key: str, kvstore: Mapping[str, Any]) -> dict[str, Any]:
     """A TensorStore spec of one array, given that of the key-value store of its step.
 
-    An array that is stored whole is one zarr array. Of one that is stored in blocks, the driver ``stack`` makes
-    the array of which each block is a layer (https://google.github.io/tensorstore/driver/stack/).
+    An array that is stored whole is one zarr array. For an array in blocks, the driver ``stack`` has each block as a
+    layer (https://google.github.io/tensorstore/driver/stack/).
 
     Raises `NotFound` for an array that is not there.
     """

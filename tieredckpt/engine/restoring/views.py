@@ -1,4 +1,4 @@
-"""Restores without a copy: the arrays of a step in RAM, seen where they lie."""
+"""Restores without a copy: read-only views of the arrays of a step in RAM."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Views = dict[str, npt.NDArray[Any]]
 def viewable(structure: Node, fitted: Match | Refill | None, as_: MadeAs, forms: Mapping[str, Form]) -> dict[str, Form]:
     """Those of ``forms`` that the restored tree has as NumPy arrays, just as they were read.
 
-    The rest of it is made of what was read, so that it has to be verified before: RAM is repaired in place, for views
-    too, but nothing else is.
+    Other leaves are made from the bytes that were read, so these are verified before: a repair of RAM reaches views,
+    but nothing that was made from them.
     """
     if fitted is None:
         keys = {node.key for node in array_nodes(structure) if made_as(node, as_) == "numpy"}
