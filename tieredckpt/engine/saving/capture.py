@@ -1,4 +1,4 @@
-"""The saves under way, and those that go on after they returned: by reference, lazily, or of copies on a device."""
+"""Tracks saves under way, also those that go on after `save` returned: by reference, lazy, or of copies on a device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["Captures", "check_immutable"]
 _log = logging.getLogger("tieredckpt")
 
 _COPIES: Mapping[str, Memory] = {"device": "device", "pinned_host": "pinned_host"}
-"""Where the captures that make copies near the arrays first make them."""
+"""By capture that first copies the arrays near their device: the memory for these copies."""
 _CAPTURES = ("copy", "lazy", "reference", *_COPIES)
 
 
@@ -87,7 +87,7 @@ class Captures:
         self._waiting: set[object] = set()
         """Calls that may wait for a save under way."""
         self._awaited: set[asyncio.Task[Any]] = set()
-        """Saves that the trainer waits for, and so does who closes the store beside it."""
+        """Saves that the trainer waits for; a close of the store beside it waits for them, too."""
 
     async def save(
         self,
@@ -106,8 +106,8 @@ class Captures:
             loop: the engine's.
             streams: those on which the trainer works.
 
-        The rest is as it was given there. Returns the task of a save that goes on behind the trainer, and what the
-        trainer confirms of a lazy one.
+        The rest is as for `CheckpointStore.save`. Returns the result of the save, or its task if it goes on behind the
+        trainer; and, for a lazy save, the moment that the trainer confirms.
         """
         begun = Latch()
         try:
@@ -138,7 +138,7 @@ class Captures:
 
     @asynccontextmanager
     async def awaiting(self, *, only_past_ram: bool = False) -> AsyncIterator[None]:
-        """`confirmed`, for a call in the block that waits for saves under way, also those that begin meanwhile."""
+        """`confirmed`, for a call in the block that waits for saves: also confirms those that begin meanwhile."""
         call = object()
         self._waiting.add(call)
         try:
@@ -150,8 +150,8 @@ class Captures:
     async def confirmed(self, *, only_past_ram: bool = False) -> None:
         """Confirm the lazy saves, on the trainer's thread: it has called the store, and changes nothing meanwhile.
 
-        With ``only_past_ram`` only those for which other steps wait on their way to a tier: who waits for such a step
-        may be a task beside the trainer, which goes on.
+        ``only_past_ram``: only those that keep other steps from a tier. The caller may be a task that waits for such
+        a step beside the trainer, and the trainer goes on.
         """
         for lazy in tuple(self._lazy):
             with suppress(TieredCkptError):
@@ -218,7 +218,7 @@ class Captures:
         call = dataclasses.replace(call, tree=None)  # a save of copies does not keep what was copied
 
         async def begun() -> asyncio.Task[Saved]:
-            await self._resolve_lazy()  # or this one waits for that of a call of the same time, and so who awaits both
+            await self._resolve_lazy()  # or this save waits for that of a concurrent call, and so does who awaits both
             stall = time.monotonic() - called_at  # the trainer goes on from here
             if lazy is not None:
                 lazy.returns(stall)
@@ -283,7 +283,7 @@ class Captures:
             task.exception()  # reported as an event; `reached` raises it again
 
     async def end(self) -> None:
-        """Return when none is under way; a cancellation ends them, and is raised when they have ended."""
+        """Wait until no save is under way; a cancellation cancels the saves, and is raised when they have ended."""
         pending = self.pending | self._awaited
         try:
             await self._resolve_lazy()
@@ -296,17 +296,17 @@ class Captures:
             raise
 
     async def drained(self) -> None:
-        """Return when none is under way; the trainer waits for that."""
+        """Wait until no save is under way; the trainer waits too, so lazy saves are confirmed."""
         while self.pending:
             await self._resolve_lazy()
             if left := set(self.pending):  # they may have ended meanwhile
                 await asyncio.wait(left)
 
     async def settled(self, step: int | None) -> None:
-        """For a restore of a ``step``, or of the newest: return when those under way have ended on which it depends,
-        but for those that the trainer has to confirm yet.
+        """Wait for the saves that a restore of ``step``, or of the newest (None), depends on.
 
-        Of several ranks none is waited for: they vote on it later, and do not wait as long for each other's restores.
+        Not for saves that the trainer has yet to confirm. With several ranks for none: they vote on a save later, and
+        do not wait that long for each other's restores.
         """
         if self._state.membership.size > 1 or step not in (None, *self._state.observation.saving):
             return
@@ -314,7 +314,7 @@ class Captures:
             await asyncio.wait(left)
 
     async def drained_beside(self) -> None:
-        """Return when none is under way but those that the trainer has to confirm, who goes on meanwhile."""
+        """Wait until no save is under way except those that the trainer has to confirm; it goes on meanwhile."""
         while left := self.pending.difference(self._lazy.values()):
             await asyncio.wait(left)
 

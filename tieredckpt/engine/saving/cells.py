@@ -1,4 +1,4 @@
-"""One cell of an array, and its copy to the slab: of an array on the host, and of one in the memory of a device."""
+"""Cells of arrays on the host and in the memory of devices, and how each is copied to the slab."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class Cell:
         return _gather(self.source, np.empty(self.shape, self.source.dtype))
 
     def digest_by(self, link: Link[Any]) -> bytes:
-        """What `copy_to` would return; ``link`` brings it here where it lies on a device."""
+        """What `copy_to` would return; ``link`` copies a cell on a device to the host."""
         return self.digest()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCell(Cell):
-    """One cell to copy whose array lies on a device: ``source`` is the part of the array there that it covers.
+    """A cell of an array on a device; ``source`` is the part of the array that it covers.
 
-    Where ``shape`` is None, its bytes are the start of the cell as they come.
+    If ``shape`` is None, the bytes of the part are the start of the cell.
     """
 
     source: Any
@@ -72,7 +72,7 @@ class DeviceCell(Cell):
         return prod(shape) * self.dtype.itemsize
 
     def goes_to(self, target: Bytes) -> tuple[Bytes | None, int]:
-        """Where its bytes may come straight to: ``target``, or None where they are to be spread; and how many."""
+        """Memory for a direct copy: ``target``, or None if the bytes must be spread out; and the bytes to copy."""
         return (target if self.shape is None else None), self.valid
 
     def arrived(self, buffer: Bytes | None, target: Bytes) -> bytes:
@@ -98,9 +98,9 @@ class DeviceCell(Cell):
 
 @dataclass(frozen=True, slots=True)
 class ReadCell(Cell):
-    """One cell to copy whose array has no view on the host: ``source`` reads ``box`` of it when its turn comes.
+    """A cell of an array without a view on the host; ``source`` reads its ``box`` when its turn comes.
 
-    Where ``shape`` is None, its bytes are the start of the cell as they come.
+    If ``shape`` is None, the bytes of the box are the start of the cell.
     """
 
     source: Any
@@ -119,7 +119,7 @@ class ReadCell(Cell):
 
 
 def cells_of(array: int, leaf: ArrayLeaf, grid: Grid) -> Iterator[Cell]:
-    """The cells of the array of the index ``array``, wherever it lies."""
+    """The cells of a leaf, on the host or on a device; ``array`` is its index."""
     there = device_view(leaf)
     return cells_here(array, leaf, grid, ()) if there is None else cells_on_device(array, leaf, grid, *there)
 
@@ -155,7 +155,7 @@ def cells_on_device(array: int, leaf: ArrayLeaf, grid: Grid, device: Device, vie
 
 
 def in_0_and_1(view: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A bool array of the bytes 0 and 1, which alone other readers take: any other byte is true, as in NumPy."""
+    """A bool array with no bytes but 0 and 1, as other readers need it; any other byte is true, as in NumPy."""
     if view.dtype.kind != "b":
         return view
     items = view.view(np.uint8)

@@ -112,8 +112,9 @@ def _grow(slab: Slab, nbytes: int, while_: Callable[[], bool]) -> None:
 async def _evict_and_not_grow(collector: Collector, tier: Tier) -> None:
     """Reuse memory before the slab grows, by evicting steps that are not retained.
 
-    What is new comes at the speed of page faults, and the save waits for it; but it comes. All of them leave, and not
-    as many as are needed now: what is free would be in ever smaller pieces, and the slab would grow for these.
+    New memory comes at the speed of page faults, and the save would wait for it; but it comes, so a failure here is
+    only logged. All such steps leave, not only as many as are needed now: otherwise free memory would be in ever
+    smaller pieces, and the slab would grow after all.
     """
     try:
         await collector.evict_unretained(tier)

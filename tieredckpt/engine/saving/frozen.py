@@ -1,4 +1,4 @@
-"""Checks behind the training that arrays which are declared frozen have the bytes that saves took for theirs."""
+"""Checks in the background that arrays declared frozen still have the bytes that saves recorded for them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FrozenCheck:
         self._last = last
         self._task: asyncio.Task[None] | None = None
         self._later: _Unread | None = None
-        """Of the newest save, while an older one's are checked."""
+        """Arrays of the newest save, while those of an older one are checked."""
         self._hurry = asyncio.Event()
         self._may_read = asyncio.Event()
         self._may_read.set()
@@ -56,7 +56,7 @@ class FrozenCheck:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Read nothing anew while the block makes a save, for which a training waits: one save at a time."""
+        """Pause reading while the block makes a save, for which the training waits; one save at a time."""
         self._may_read.clear()
         try:
             yield
@@ -114,7 +114,7 @@ class FrozenCheck:
                 pass
 
     async def drained(self) -> None:
-        """Return when all that was to be checked has been; it is not slowed down meanwhile."""
+        """Wait until all checks have ended; they are not slowed down meanwhile."""
         self._hurry.set()
         try:
             while self._task is not None:
@@ -126,7 +126,7 @@ class FrozenCheck:
             self._hurry.clear()
 
     async def stop(self) -> None:
-        """Give up what is under way."""
+        """Cancel the check under way."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What a save knows of the one before: which chunks were the same, and which arrays need not be read again."""
+"""Remembers the last save: which chunks were the same as before, and which arrays need not be read again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Sighting(NamedTuple):
     cut: tuple[Place | None, tuple[slice, ...] | None]
     """Which part of its array it is; the same array may be divided among ranks in another way."""
     stamp: object
-    """Of an array that is declared frozen: see `tieredckpt.tree.changes.stamp`; with the restores into arrays before,
-    which that does not show."""
+    """Of an array that is declared frozen: `tieredckpt.tree.changes.stamp`, and the number of restores into arrays so
+    far, which the stamp does not show."""
 
 
 class LastSave:
@@ -39,10 +39,10 @@ class LastSave:
         """Since the last save."""
         self.digests: dict[str, list[bytes]] = {}
         self.unchanged: dict[str, list[bytes | None]] = {}
-        """The same, None for chunks that were another one in the save before."""
+        """The same, with None for chunks that differed in the save before."""
 
     def frozen(self, leaves: Sequence[ArrayLeaf]) -> set[str]:
-        """The storage keys of those of ``leaves`` that are declared frozen, and that somebody could write to."""
+        """The storage keys of those of ``leaves`` that are declared frozen and are writable."""
         if not self._frozen:
             return set()
         arrays = [leaf.array for leaf in leaves]
@@ -51,7 +51,7 @@ class LastSave:
         return {leaf.key for leaf in leaves if leaf.array in self._chosen and not leaf.immutable}
 
     def look(self, leaves: Sequence[ArrayLeaf], frozen: set[str], fills: int) -> dict[str, Sighting]:
-        """See the arrays of which a later save may know that they are the same, by storage key.
+        """Sightings of the arrays that a later save may recognise as unchanged, by storage key.
 
         ``fills`` counts the restores into arrays of the program so far.
         """
@@ -66,8 +66,8 @@ class LastSave:
     def same(self, leaves: Sequence[ArrayLeaf], seen: Mapping[str, Sighting]) -> dict[str, list[bytes]]:
         """The digests of those of ``leaves`` that have the bytes of the last save, by storage key.
 
-        An array that nobody can write to has them if it is the same object. A frozen one is taken to have them if it
-        lies where it was, in the version that it had; whether it does is checked behind the training.
+        An array that nobody can write to has them if it is the same object. A frozen one counts as having them if its
+        address and version are unchanged; a check in the background confirms that.
         """
         return {
             leaf.key: self.digests[leaf.key]

@@ -1,9 +1,9 @@
-"""Saves that copy while the trainer goes on: what ends the copy, and what finds an array that changed before.
+"""Lazy saves: copy while the trainer goes on, and find arrays that changed too early.
 
-Such a save is copied beside the training and committed once the trainer has said, at a moment when it changes nothing,
-that it is about to: by `Checkpoint.captured`, by the step of a torch optimizer, or by its next call of the store. Only
-then are the arrays compared with what they were: the counter of a change may grow when the change has ended, so that it
-tells nothing in the middle of one.
+The trainer confirms such a save before it changes the arrays, at a moment when nothing changes them: by
+`Checkpoint.captured`, by the step of a torch optimizer, or by its next call of the store. Only then are the arrays
+compared with what they were, and the save is committed: a framework may count a change when it has ended, so that its
+counter tells nothing during the change.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LazyMoment(Moment):
             digests: of the arrays as they are now, to be compared with those of the copy; None for no comparison.
             digests_now: gives the digests of leaves later.
         """
-        # Not the store's own way to its thread: a store that nobody else refers to is closed.
+        # Not the store's own `EngineLoop`: a store that nobody else refers to is to be closed.
         self._loop, self._step, self._digests = EngineLoop(loop.thread), step, digests
         self._digests_now = digests_now
         self._before = [(leaf, _look(leaf)) for leaf in leaves]
@@ -80,7 +80,7 @@ class LazyMoment(Moment):
     # -- of the engine ------------------------------------------------------------------------------------
 
     async def copied(self, snapshot: Snapshot, located: Located, *, past_ram: bool) -> None:
-        """All is copied: return when the trainer has confirmed it. Raises `Invalid`, naming what has changed."""
+        """Wait, after the copy, until the trainer has confirmed it. Raises `Invalid`, naming arrays that changed."""
         self._past_ram = past_ram
         if self._digests is not None and not self._confirmed.is_open:
             self._fail(await self._differ(self._digests, snapshot.digests_copied(located)))
@@ -90,9 +90,9 @@ class LazyMoment(Moment):
             raise self._error
 
     async def _differ(self, before: Digests, copied: Digests) -> list[str]:
-        """The arrays of which other bytes were copied than ``before`` tells."""
+        """The arrays whose copied bytes are not those of ``before``."""
         leaves = {leaf.key: leaf for leaf, _ in self._before}
-        # Of what ranks divide among them, this one has copied a share in other cells: it must be as it was still.
+        # Of arrays that ranks divide, this rank copied a share, in other cells: compare what these arrays are now.
         divided = dict.fromkeys(key for key, _, _ in before.keys() - copied.keys())
         now = copied | await self._digests_now([leaves[key] for key in divided])
         return [leaves[place[0]].array for place, digest in before.items() if now[place] != digest]
@@ -118,7 +118,7 @@ class LazyMoment(Moment):
     async def captured(self, *, only_past_ram: bool = False) -> None:
         """Return when the arrays may change; called while nothing changes them.
 
-        With ``only_past_ram`` it is confirmed only where it was copied to a slower tier, and keeps other steps waiting.
+        ``only_past_ram``: confirm the save only if it was copied to a slower tier, and so keeps other steps waiting.
 
         Raises:
             Invalid: an array, which is named, changed before.
@@ -176,11 +176,11 @@ def _is_as(leaf: ArrayLeaf, before: _Seen) -> bool:
 
 
 def _look(leaf: ArrayLeaf) -> _Seen:
-    """What differs once an array has changed: its version where its framework counts, on the host some bytes too, and
-    on a device where it lies: memory that was given back, as by ``untyped_storage().resize_(0)``, counts nothing.
+    """What shows a change of an array: its version, if its framework counts; some bytes, on the host; its address, on a
+    device, for giving memory back, as by ``untyped_storage().resize_(0)``, counts as no change.
 
-    Fused optimizers and distributed tensors of torch change arrays that do not count, and NumPy counts nothing. But
-    whoever trains changes all of an array, or most of it.
+    Fused optimizers and distributed tensors of torch change arrays without counting, and NumPy counts nothing. But
+    training changes all of an array, or most of it.
     """
     if device_view(leaf) is not None:
         return stamp(leaf) or version(leaf), None
@@ -194,7 +194,7 @@ def _look(leaf: ArrayLeaf) -> _Seen:
 
 
 async def _opened(latch: Latch) -> None:
-    """Await it, on any loop."""
+    """Await a latch, on any loop."""
     loop, opened = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:

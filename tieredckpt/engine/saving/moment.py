@@ -26,13 +26,13 @@ class Moment:
 
     @property
     def may_copy_again(self) -> bool:
-        """Whether the arrays are still what is to be saved."""
+        """Whether the arrays still have the values that are to be saved."""
         return True
 
     async def copied(self, snapshot: Snapshot, located: Located, *, past_ram: bool) -> None:
-        """All is copied, ``past_ram`` to a slower tier, which takes nothing else until this one is committed.
+        """Called when all is copied; returns when the save may be committed. Raises for arrays that have changed.
 
-        Returns when it may be. Raises for arrays that have changed.
+        ``past_ram``: the copy is on a slower tier, which takes nothing else until the save is committed.
         """
 
     def ended(self, error: Exception | None) -> None:

@@ -25,7 +25,7 @@ from tieredckpt.tree.arrays import ArrayLeaf, device_view
 __all__ = ["Outlet"]
 
 _TOGETHER = 16 << 20
-"""Bytes of small arrays at most that are gathered on their device at a time."""
+"""Most bytes of small arrays that are gathered on their device at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Outlet:
             yield stream
 
     def small(self, leaves: Mapping[int, ArrayLeaf]) -> dict[int, npt.NDArray[Any]]:
-        """Those of some small arrays that lie on devices, on the host: those of one form come in one copy."""
+        """Copy those of some small arrays that lie on devices to the host; those of one form come in one copy."""
         kinds = {type(leaf.source) for leaf in leaves.values()}
         if not drivers() and not any(issubclass(kind, DeviceArray) for kind in kinds):
             return {}  # to ask each of 100,000 leaves would take longer than to copy it
@@ -65,7 +65,7 @@ class Outlet:
     def _together(
         self, device: Device, dtype: np.dtype[Any], shape: tuple[int, ...], views: Sequence[Any]
     ) -> Iterator[npt.NDArray[Any]]:
-        """Arrays of one form."""
+        """Copy arrays of one form to the host, a batch at a time."""
         size = prod(shape) * dtype.itemsize
         if not size:
             yield from (np.empty(shape, dtype) for _ in views)

@@ -69,9 +69,9 @@ class Plan:
 
 
 def snapshot_size(leaves: Iterable[ArrayLeaf], chunk_size: int, ranks_with: Callable[[ArrayLeaf], int]) -> int:
-    """Bytes of a slab that a snapshot of these leaves takes, whose data may be absent.
+    """Bytes of a slab that a snapshot of these leaves takes; their data may be absent.
 
-    Of a leaf that several ranks have, as ``ranks_with`` tells, it is this rank's share.
+    A leaf that several ranks have, as ``ranks_with`` tells, counts with this rank's share.
     """
     total = 0
     for leaf in leaves:
@@ -86,7 +86,7 @@ def _takes_pages(grid: Grid, inline_max: int = INLINE_MAX) -> bool:
 
 
 def _grid(leaf: ArrayLeaf, chunk_size: int) -> Grid:
-    """The cells of a leaf: of a piece such that, where possible, they are cells of one grid of its array."""
+    """The grid of a leaf; a piece of an array gets, where possible, cells of one grid of the whole array."""
     if leaf.place is None:
         return plan(leaf.shape, leaf.dtype.itemsize, chunk_size)
     if leaf.place.cell is not None:

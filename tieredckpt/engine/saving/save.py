@@ -97,7 +97,7 @@ class Writer:
         self._collector = collector
         self._slower = slower
         self._guards_saves = asyncio.Lock()
-        """Held by the save under way: the next one continues what becomes of it."""
+        """Held by the save under way: the next save continues the branch as this one leaves it."""
         self._planned: object = None
         """The form of the last tree, as of `Flat`."""
         self._plan: Plan | None = None
@@ -180,7 +180,7 @@ class Writer:
                 step, record.saved_at, seconds if moment.stall is None else moment.stall
             )
         state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, new_bytes, seconds))
-        # Who promotes is woken once the trainer is: on this thread it would keep the interpreter from the trainer's.
+        # Wake the promoter after the trainer: this thread would keep the interpreter from the trainer's thread.
         asyncio.get_running_loop().call_later(_TRAINER_WAKES, state.changed.notify)
         return Saved(identity, tier.name, record.nbytes, new_bytes, seconds)
 

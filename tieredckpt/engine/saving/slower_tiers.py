@@ -1,4 +1,4 @@
-"""The slower tiers as a save that RAM cannot hold writes to them, and how a process that saves alone does it."""
+"""Writes a save that RAM cannot hold to slower tiers: the interface, and the version for a process that saves alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["OwnTiers", "SlowerTiers", "find_chunks"]
 
 
 class SlowerTiers(Protocol):
-    """What a save asks of whoever manages a slower tier; each mode has its own. Lives on the engine's loop."""
+    """What a save asks of the manager of a slower tier; each mode implements it. Lives on the engine's loop."""
 
     async def make_room(self, tier: Tier, nbytes: int) -> bool:
         """Whether so many bytes fit on the tier, after evictions if needed. Raises `TierUnavailable`."""
@@ -31,7 +31,7 @@ class SlowerTiers(Protocol):
         ...
 
     async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
-        """Where the tier has those of the chunks that it has intact; ``sizes`` are their bytes, by digest."""
+        """Extents of those chunks that the tier has intact; ``sizes`` are the bytes of all chunks, by digest."""
         ...
 
     def add_packs(self, tier: Tier, written: WrittenPacks) -> None:
@@ -39,7 +39,7 @@ class SlowerTiers(Protocol):
         ...
 
     async def commit(self, tier: Tier, index: StepIndex, packs: Mapping[str, int]) -> None:
-        """Commit the step, or this rank's part of it; ``packs`` are the bytes of those that were written for it.
+        """Commit the step, or this rank's part of it; ``packs`` are the bytes of the packs written for it, by key.
 
         Raises as `tieredckpt.engine.tier.commit_file.commit`; `Conflict` if packs are gone.
         """
@@ -75,9 +75,10 @@ class OwnTiers:
 
 
 async def find_chunks(state: State, tier: Tier, sizes: Mapping[bytes, int], noted: set[str]) -> dict[bytes, Extent]:
-    """See `SlowerTiers.find`; for the process that manages the tier. Their packs are added to ``noted``, in time.
+    """See `SlowerTiers.find`; for the process that manages the tier.
 
-    What is in ``noted`` must be kept from collection, as `Membership.packs_streamed_to` does.
+    Adds the packs of the chunks to ``noted`` before a collection can take them. The caller must keep the packs in
+    ``noted`` from collection, as `Membership.packs_streamed_to` does.
     """
     noted |= _packs_with(tier, sizes)
     await refer_to_intact(state, tier, None, sizes)

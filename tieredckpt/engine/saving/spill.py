@@ -44,19 +44,19 @@ class Refused(Exception):
 
 
 def usable_ram(first: Tier, refusals: Collection[str]) -> Ram | None:
-    """What a save may be copied to, where RAM works and is not among the tiers that refused."""
+    """The RAM that a save may be copied to; None if it does not work, or has refused."""
     return first.ram if first.healthy and first.name not in refusals else None
 
 
 def may_fit(first: Tier, leaves: Iterable[ArrayLeaf]) -> bool:
-    """Whether RAM works, and is large enough for arrays of which no two are equal."""
+    """Whether RAM works, and is large enough for the arrays even if no two are equal."""
     ram = usable_ram(first, ())
     return ram is not None and sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) <= ram.slab.capacity
 
 
 @contextmanager
 def attributed(tier: Tier) -> Iterator[None]:
-    """Turn what goes wrong in the block into `Refused` by that tier."""
+    """Turn errors of a tier in the block into `Refused` by that tier."""
     try:
         yield
     except (TierUnavailable, NoSpace) as error:
@@ -80,7 +80,7 @@ async def stream(
     refusals: Mapping[str, TieredCkptError],
     until_committed: AsyncExitStack,
 ) -> tuple[Tier, Located, WrittenPacks]:
-    """Write every chunk to a slower tier, ready to be committed there; where they lie, and the packs written for it.
+    """Write every chunk to a slower tier, ready to be committed there; returns tier, chunks, and the packs written.
 
     Args:
         state: of the engine.
@@ -192,9 +192,9 @@ class _Streaming:
             await copy_cells(state, snapshot, passage.index)
 
     async def _write(self) -> tuple[int, Mapping[bytes, Extent]]:
-        """Write the copied chunks that the tier lacks as packs; the bytes of these chunks, and where all of them are.
+        """Write the copied chunks that the tier lacks as packs; returns their bytes, and where all copied chunks lie.
 
-        What was written for this save before, and is now, is in `written`.
+        All that was written for this save is in `written`.
         """
         tier, snapshot, known = self.tier, self.snapshot, self.written.extents
         sizes = {done.digest: done.cell.nbytes for done in snapshot.copied}
