@@ -1,8 +1,8 @@
 """Reads the catalogs of a tier, which list its packs and steps, so that an opening need not read all of them.
 
-A catalog is believed where it agrees with the tier's listing: of a pack, whose name is given once and whose bytes
-never change, the size; of a step, the sizes and times of change of its two files. Where a store tells no times, no
-step is believed. What is not believed is read. So a catalog may be old, torn or gone, and that costs time alone.
+An entry is believed if it agrees with the tier's listing: for a pack, the size (names are given once, and bytes never
+change); for a step, the sizes and times of change of its two files. If a store tells no times, no step is believed.
+Packs and steps that are not believed are read. So an old, torn or missing catalog costs time, and nothing else.
 """
 
 from __future__ import annotations

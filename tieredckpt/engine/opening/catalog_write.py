@@ -23,12 +23,12 @@ from tieredckpt.format.ocdbt import Extent
 __all__ = ["write_catalog"]
 
 _CHUNKS_EACH = 2 << 20
-"""Chunks of a catalog, about; 64 MiB of it."""
+"""About how many chunks one catalog lists, in 64 MiB."""
 _STEPS_EACH = 100_000
 _LISTED_WITH_IT = 8
-"""Steps that are listed besides for each that is looked for, rather than listing those alone."""
+"""All steps are listed at once if the tier holds at most so many for each step that is looked for."""
 _LARGE = 32 << 20
-"""Bytes of a catalog that is not written anew for what came since."""
+"""Bytes from which on a catalog is not merged with new entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,19 @@ class _Plan:
     packs: Sequence[str]
     steps: Sequence[StepId]
     replaces: Sequence[str]
-    """The catalogs whose content is among that, or that are of no use."""
+    """Catalogs to delete: the new one has their entries that are still of use."""
 
 
 async def write_catalog(tier: Tier, store: str) -> bool:
     """Write a catalog of new entries if there are enough, and rewrite one that is mostly obsolete; whether it did.
 
-    What is new is written together with the catalogs that are not more than twice as large. So there are few, and
-    each pack and step is written a few times altogether. Raises as the tier's store does.
+    New entries are merged with the catalogs that are at most twice as large. So there are few catalogs, and each pack
+    and step is written a few times altogether. Raises as the tier's store does.
     """
     known = tier.steps.catalogued
     if _plan(tier) is None:
         return False
-    async with tier.packs.guard:  # nothing is committed or collected while it is seen what there is
+    async with tier.packs.guard:  # nothing is committed or collected while the entries are gathered
         known.packs &= tier.packs.sizes.keys()
         known.steps &= tier.steps.held.keys()
         await _stamp(tier, tier.steps.held.keys() - known.steps)

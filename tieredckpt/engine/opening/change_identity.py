@@ -29,12 +29,12 @@ __all__ = ["adopt", "fork"]
 async def fork(config: StoreConfig) -> tuple[str, str]:
     """Give a store a new identity; its steps stay, and RAM of this machine that notes its tiers follows it.
 
-    Returns the UUID that it had, and the one that it has.
+    Returns the old and the new UUID.
 
     Raises:
         NotFound: no tier holds a store.
         Conflict: somebody writes to it or to its RAM, or its tiers are of two stores.
-        TierUnavailable: a tier does not answer. Repeated, it goes on with what was begun.
+        TierUnavailable: a tier does not answer. Call it again to complete what was begun.
     """
     async with _tiers(config) as opened:
         marked = [(tier, marker) for tier, marker in opened if marker is not None]
@@ -137,7 +137,7 @@ async def _has_steps(tier: Tier) -> bool:
 
 
 def _mark_ram(found: Sequence[FoundRam], marker: StoreMarker) -> None:
-    """Blocking. Raises `Conflict` when somebody uses one of them; none is changed then."""
+    """Write a marker into RAM folders. Blocking. Raises `Conflict`, and changes none, if somebody uses one."""
     with locked([Path(each.folder) for each in found]):
         for each in found:
             new = Path(each.folder, "marker.tmp")

@@ -40,14 +40,14 @@ _BYTES_IN_FLIGHT = 1 << 30
 
 
 def make_tiers(config: StoreConfig, *, read_only: bool, events: Events, derived: bool = False) -> tuple[Tier, ...]:
-    """The tiers of a store for steps as they are saved, not connected yet; with ``derived`` those with lossy rules.
+    """Make the tiers of a store for exact steps, not connected yet; with ``derived``, those with lossy rules.
 
-    RAM waits for `connect_ram`: whose it is, the others tell.
+    RAM waits for `connect_ram`: the other tiers tell which store it belongs to.
 
     Args:
         config: of the store.
-        read_only: to be looked at only.
-        events: where a tier whose calls hang is told of.
+        read_only: only read the tiers.
+        events: gets `TierHangs`.
     """
     names = [tier.name for tier in config.tiers]
     connect = partial(_connect, read_only=read_only, events=events)
@@ -104,7 +104,7 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
     Args:
         state: of the store.
         tier: to be opened.
-        seen: what `marker_of` has told of it a moment ago; None if it was not asked.
+        seen: result of `marker_of` from a moment ago; None if it was not called.
 
     Raises:
         Conflict: it belongs to another store, or another writer holds it.
@@ -176,11 +176,10 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
 
 
 async def reopen(state: State, tier: Tier) -> bool:
-    """Open a slower tier again beside its failing store, as after its file system was mounted again.
+    """Open a slower tier again beside its failing blob store, as after its file system was mounted again.
 
-    True when the marker is there: the new store has taken the place of the old one. A folder without it may be the
-    place where a file system is to be mounted, and is left alone; RAM, which nobody mounts, is made anew. Raises as
-    opening does.
+    True if the marker is there: the new blob store has replaced the old one. A folder without a marker may be an empty
+    mount point, and is left alone. False for RAM, which nobody mounts: it is made anew. Raises as opening does.
     """
     if tier.in_memory:
         return False
@@ -209,7 +208,7 @@ async def _reopen(state: State, tier: Tier) -> bool:
 async def move_to_earlier_place(state: State, tier: Tier, stores: Collection[str] | None) -> StoreMarker | None:
     """Move a tier to the default place of earlier versions if one of ``stores`` lies there; returns its marker.
 
-    ``stores`` is None where a tier is silent that may be of any store.
+    ``stores`` is None if a silent tier may belong to any store.
     """
     earlier = state.config.tiers[tier.place].earlier()
     if tier.derived or earlier is None or tier.config == earlier:

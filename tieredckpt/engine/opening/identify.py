@@ -38,7 +38,7 @@ _Seen = tuple[StoreMarker | None, bool]
 async def identify(
     state: State, found: Sequence[FoundRam] | None = None, folder: Path | None = None
 ) -> list[tuple[Tier, TieredCkptError]]:
-    """Open every tier and decide whose store it is; returns the tiers that could not be opened, and why.
+    """Open every tier and decide which store it is; returns the tiers that could not be opened, and why.
 
     Args:
         state: of the store.

@@ -23,14 +23,14 @@ _STEPS_ASKED = 8
 
 
 class _AnyMarker(msgspec.Struct, frozen=True):
-    """What a marker of every version has; a later one may have any other fields."""
+    """The fields that markers of all versions have; later versions may add any others."""
 
     store: str
     format_version: int | str
 
 
 async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
-    """The marker of a tier, None for an empty tier, and whether it must be written again as the steps say it was.
+    """The marker of a tier (None if it is empty), and whether it was derived from the steps and must be written again.
 
     Raises:
         Corrupt: it cannot be read, and the steps do not tell either; or it is of another format.
@@ -61,14 +61,14 @@ async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
 
 
 async def store_of_steps(tier: Tier) -> str | None:
-    """The store that saved the newest step of a tier; None where there is none. A fork has older ones of others."""
+    """The store that saved the newest step of a tier; None without steps. Older steps of a fork are of other stores."""
     return next((record.store for record in await _newest_records(tier)), None)
 
 
 def known_elsewhere(marker: StoreMarker, known: Iterable[StoreMarker]) -> StoreMarker:
-    """The marker that is known of the same store, in place of one that steps have told.
+    """Replace a marker that was derived from steps by one that is known of the same store, if there is one.
 
-    They tell nothing of a fork since they were saved, and not of every store that it was forked from.
+    Steps do not tell of a later fork, nor of every store that theirs was forked from.
     """
     return next((each for each in known if each.owns(marker.store)), marker)
 
@@ -76,7 +76,7 @@ def known_elsewhere(marker: StoreMarker, known: Iterable[StoreMarker]) -> StoreM
 async def _newest_records(tier: Tier) -> list[StepRecord]:
     """Records of the newest steps that can be read, the newest first.
 
-    Raises `TierUnavailable` where some cannot be, and none can.
+    Raises `TierUnavailable` if reads fail, and no step can be read.
     """
     found: list[StepId] = []
     async for info in tier.store.list(layout.STEPS):

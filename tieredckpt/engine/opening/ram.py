@@ -1,7 +1,7 @@
 """Finds the RAM of a store on this machine, opens it, and keeps its note of where the store's other tiers are.
 
-Which store's it is, `ram_choice` decides. A reader changes nothing of it. A writer moves what a version before has put
-elsewhere, and is refused where the RAM belongs to a store of whose folder this one is a copy.
+`ram_choice` decides which store the RAM belongs to. A reader changes nothing of it. A writer moves RAM that an earlier
+version put elsewhere, and is refused if this store is a copy of the folder that the RAM belongs to.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ram_folder(state: State) -> Path:
 
 
 async def find(config: StoreConfig, places: Collection[Place]) -> list[FoundRam]:
-    """All RAM of this user on this machine where the store's would be; `judged`, if it notes one of the places."""
+    """Find this user's RAM on this machine, below the root of the store's RAM; `judged`, if it notes a place."""
     if config.ram is None:
         return []
     found = await in_thread(find_ram, ram_root(config.ram.path))
@@ -66,7 +66,7 @@ async def find(config: StoreConfig, places: Collection[Place]) -> list[FoundRam]
 
 
 async def ram_of(config: StoreConfig) -> list[FoundRam]:
-    """The RAM on this machine that notes a tier of a configuration; of one of RAM alone, what has its name."""
+    """The RAM on this machine that notes a tier of a configuration; if that has RAM alone, the RAM with its name."""
     places = tuple((await places_of(config)).values())
     found = await find(config, places)
     return [each for each in found if notes([each], places) or (not places and is_of_ram_alone([each], config))]
@@ -96,7 +96,7 @@ async def open_ram(state: State, *, sharers: int) -> RamStore:
         sharers: how many ranks share the memory of this machine.
 
     Raises:
-        Conflict: another process writes to it, or it is of the folder of which a tier of this store is a copy.
+        Conflict: another process writes to it, or this store is a copy of the folder that the RAM belongs to.
         As `RamStore.open` else.
     """
     tier = state.config.ram
@@ -138,7 +138,7 @@ async def attach_ram(state: State) -> RamStore:
 
 
 async def is_of_a_copy(state: State) -> bool:
-    """Whether the RAM of this store's identity is of another folder, of which a tier of this store is a copy."""
+    """Whether this store is a copy of another folder, and RAM with its identity belongs to that one."""
     return any(is_copy(each, state.identity.places.values()) for each in await _of_this_store(state))
 
 
@@ -182,7 +182,7 @@ def _move_in(state: State, top: Path, found: Collection[FoundRam]) -> None:
 
 
 def _is_taken(folder: Path) -> bool:
-    """Whether there is more in a store's folder than those of ranks."""
+    """Whether a store's folder holds anything but folders of ranks."""
     return folder.is_dir() and any(not path.name.startswith(RANK_FOLDER) for path in folder.iterdir())
 
 
@@ -230,7 +230,7 @@ async def note_owner(state: State) -> None:
 
 
 async def _noted(state: State, tier: Tier, known: dict[str, Place]) -> Place | None:
-    """A tier's place; as it was noted before where the tier does not answer now."""
+    """The place of a tier; as noted before if the tier does not answer now."""
     place = state.identity.places.get(tier.name) if tier.marker is None else await place_of(tier.config)
     if place is None:
         return None
@@ -255,9 +255,10 @@ async def keep_noted(state: State) -> None:
 
 
 async def refuse_other_file_system(state: State, tier: Tier) -> None:
-    """Raise `TierUnavailable` if a tier is empty that had the store, and another file system is there than was.
+    """Raise `TierUnavailable` if a tier that had the store is empty now, and on another file system.
 
-    It is to be mounted, or was replaced; what is written there meanwhile would fill the disk below, and be hidden.
+    Its own file system is not mounted, or was replaced. What is written now would fill the disk below, and be hidden
+    by the mount.
     """
     if not state.identity.noted or tier.in_memory:
         return

@@ -1,8 +1,8 @@
 """Chooses the RAM that a store uses: pure rules over what its tiers say and what RAM its machines have.
 
-A store is known by the UUID in the markers of its slower tiers. RAM is used that has that UUID, unless it is of a
-folder that was copied, and the other one still there. Where no tier has a UUID, because they are empty or do not
-answer, RAM is known by the places that it notes.
+A store is known by the UUID in the markers of its slower tiers. RAM with that UUID is used, unless this store is a
+copy of the folder that the RAM belongs to, and that folder is still there. If no tier has a UUID, because they are
+empty or do not answer, RAM is known by the places that it notes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Choice:
     marker: StoreMarker | None = None
     """None where a new one is to be made up."""
     provisional: bool = False
-    """No slower tier ever had this identity: one that comes back with another is right."""
+    """No slower tier ever had this identity: if one comes back with another, that one counts."""
     left: Mapping[str, Sequence[FoundRam]] = field(default_factory=dict)
     """RAM of other stores, by UUID, that notes a location of this one; it is left alone."""
 
 
 def choose(tiers: Sequence[SeenTier], found: Sequence[FoundRam], config: StoreConfig) -> Choice:
-    """Decide whose store it is.
+    """Decide which store the tiers and the RAM belong to.
 
     Args:
         tiers: the slower ones, nearest first.
@@ -112,7 +112,7 @@ def _from_ram(candidates: Mapping[str, Sequence[FoundRam]], left: dict[str, Sequ
 
 
 def may_return(group: Sequence[FoundRam], ours: Sequence[Place]) -> bool:
-    """Whether empty tiers may be those of a store in RAM: one never had its marker, or is not the file system that had.
+    """Whether empty tiers may be those of a store in RAM: one never had its marker, or has another file system now.
 
     Otherwise a person removed what was there, and means to start afresh.
     """
@@ -143,7 +143,7 @@ def is_of_name(found: FoundRam, config: StoreConfig) -> bool:
 
 
 def _is_earlier(found: FoundRam, config: StoreConfig) -> bool:
-    """Whether RAM lies where a version before would put that of this configuration."""
+    """Whether RAM lies where an earlier version put the RAM of this configuration."""
     earlier = (config.ram and config.ram.path) or shared_memory_root() / config.identity
     return found.owner is None and earlier in (Path(found.folder), Path(found.folder).parent)
 

@@ -33,9 +33,9 @@ _log = logging.getLogger("tieredckpt")
 
 _PARALLEL_READS = 16
 _LISTINGS = 8
-"""How often a tier is listed at most that changes all the time."""
+"""How often at most a tier is listed that keeps changing."""
 _LARGE_INDEX = 32 << 20
-"""Bytes of an index of which not many are read at a time: they pass through memory whole."""
+"""Bytes from which on an index is read alone: indexes pass through memory whole."""
 
 
 async def scan_tier(tier: Tier, store: str | None = None, listed: Sequence[BlobInfo] | None = None) -> None:
@@ -43,8 +43,8 @@ async def scan_tier(tier: Tier, store: str | None = None, listed: Sequence[BlobI
 
     A step with a file that cannot be read, though the tier works, counts as damaged (`Unreadable`).
 
-    What its catalogs have, and its listing confirms, is not read, but for the newest step: a restore takes that, and
-    takes the one before it if it turns out that it cannot be read.
+    Steps and packs that its catalogs have and its listing confirms are not read, except for the newest step that can
+    be read: a restore takes that one.
 
     Args:
         tier: to be scanned.
@@ -135,19 +135,19 @@ async def _pack_sizes(tier: Tier) -> dict[str, int]:
 async def scan_tier_again(tier: Tier, *, packs: bool = False, but: Collection[StepId] = ()) -> bool:
     """Find steps that came to a tier, left it or were committed again since `scan_tier`; reads those alone.
 
-    Whoever writes to the tier knows; this is for one who does not. A listing takes time, in which a step may leave for
-    one that comes too late to be listed: it is taken again until nothing has changed. Where every step seems to have
-    left, it is taken as often as ever: of a tier that keeps one step, each of several may be the one that is missed.
+    The tier's writer knows these steps; this is for other processes. While a listing runs, a step may leave for one
+    that comes too late to be listed: so the tier is listed until nothing changes. If every step seems to have left, it
+    is listed `_LISTINGS` times: on a tier that keeps one step, each listing may miss the step of that moment.
 
     Args:
         tier: scanned before.
         packs: learn which packs there are as well, though not what they hold.
-        but: steps that stay out of sight.
+        but: steps to ignore.
 
     Returns:
         Whether the tier holds steps of another store.
 
-    Raises as its blob store does; what was known is known on then.
+    Raises as its blob store does; what was known stays known then.
     """
     foreign, had_some = False, bool(tier.steps.held)
     for _ in range(_LISTINGS):
@@ -275,7 +275,7 @@ async def _read_step(tier: Tier, step: StepId) -> Held | TieredCkptError | None:
 
 
 async def look_again(tier: Tier, step: StepId) -> bool:
-    """Read a commit once more that could not be read: a medium may fail, or lie, just once.
+    """Read an unreadable commit once more: a medium may fail, or give wrong bytes, just once.
 
     Returns whether it turned out to be gone. Raises `TierUnavailable`.
     """
@@ -299,7 +299,7 @@ async def look_again(tier: Tier, step: StepId) -> bool:
 
 
 async def _left(tier: Tier, step: StepId) -> bool:
-    """Whether the step's writer evicted it since it was listed: a reader beside it is no judge of that."""
+    """Whether the step left since it was listed: its writer may evict it while others read."""
     try:
         await tier.store.stat(layout.manifest_key(step.step, step.serial))
     except NotFound:

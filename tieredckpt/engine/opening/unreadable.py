@@ -1,4 +1,4 @@
-"""Tells files that cannot be read from a tier that does not answer: for one bad sector no tier is done without."""
+"""Tells unreadable files from a tier that does not answer: one bad sector must not take a whole tier out of use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tieredckpt.format.manifest import StepId
 __all__ = ["Reads"]
 
 _FILES = 16
-"""That cannot be read in one scan at most: a tier that goes on to fail, or to hang, is not asked file by file."""
+"""Most unreadable files of one scan: a tier that goes on to fail, or to hang, is not asked file by file."""
 
 
 @dataclass(slots=True)
 class Reads:
     """The reads of one scan.
 
-    A file fails alone if the marker, asked for right after it, is answered, and another step can be read, where there
-    is one. If all of several steps fail, or many files, that is the tier.
+    Only the file failed if the tier answers for its marker right afterwards, and another step, if there is one, can be
+    read. The tier failed if all of several steps fail, or many files.
     """
 
     tier: Tier
@@ -31,7 +31,7 @@ class Reads:
     """Steps that were read, whatever was found."""
     failed: list[TierUnavailable] = field(default_factory=list)
     unreadable: dict[StepId, Unreadable] = field(default_factory=dict)
-    """Steps with such a file, if it is not the tier, which `check` tells."""
+    """Steps with an unreadable file, unless `check` finds that the tier failed."""
 
     async def of(
         self, step: StepId, reading: Awaitable[Held | TieredCkptError | None]
