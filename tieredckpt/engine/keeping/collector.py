@@ -30,7 +30,7 @@ __all__ = ["Collected", "Collector"]
 _log = logging.getLogger("tieredckpt")
 
 _DELETES_AT_A_TIME = 16
-"""Of packs of a tier to which each request takes long: a large step has thousands."""
+"""Deletions of packs at a time on a remote tier, where each request takes long: a large step has thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Collected:
 
 
 class _Dense(NamedTuple):
-    """Packs that are not sparse, and get no sparser as long as none of some steps leaves."""
+    """Packs that are not sparse, and get no sparser as long as none of ``commits`` leaves."""
 
     commits: frozenset[tuple[StepId, str]]
     """The steps that refer to them, each with the key of its index."""
@@ -89,8 +89,8 @@ class Collector:
     async def make_room(self, tier: Tier, enough: Callable[[], bool]) -> bool:
         """Evict from a tier until there is room enough; False when nothing more may go.
 
-        Steps that still wait for their promotion stay. Those that the policy retains leave RAM when a slower tier
-        holds them, for the slab is a cache; so do a rank's parts of what may be no step.
+        Steps that still wait for their promotion stay. Retained steps leave RAM when a slower tier holds them, for the
+        slab is a cache; so do a rank's parts of steps that are not committed, once that is decided.
         """
         await self.evictor.reclaim_unread(tier)
         if enough():
@@ -197,9 +197,9 @@ class Collector:
     async def _take_back(self, tier: Tier) -> None:
         """Undo failed first commits that may have happened all the same, so that their packs can be deleted.
 
-        One that may come late is looked for at each collection until the store's ``grace`` is over; where its index
-        nodes lie tells it from other writers'. Of a step that is held beside such a one, the commit that is there by
-        then counts.
+        A commit that may come late is looked for at each collection until the store's ``grace`` is over; the key of its
+        index nodes tells it from those of other writers. If the step is held as well, the commit that is there by then
+        counts.
         """
         steps, late, grace = tier.steps, tier.steps.commits_come_late, self._state.config.grace
         for step in tuple(steps.indeterminate.keys() - steps.held.keys() - steps.damaged.keys()):
@@ -226,8 +226,9 @@ class Collector:
             tier.steps.held[step] = replace(held, btree_key=btree_key)
 
     async def _check_known(self, tier: Tier, listed: Iterable[BlobInfo]) -> None:
-        """Raise `TierUnavailable`, and have the tier read anew, if another writer has committed a step there: one that
-        was taken for dead while its put was under way. Such a step is no leftover.
+        """Raise `TierUnavailable` if another writer has committed a step on the tier; the tier is then read again.
+
+        That writer was taken for dead while its put was under way. Its step is no leftover.
         """
         for step, files in step_folders(listed).items():
             if layout.MANIFEST not in files or tier.steps.may_have(step):

@@ -29,8 +29,8 @@ _log = logging.getLogger("tieredckpt")
 class Evictor:
     """Takes steps out of tiers, one at a time. Lives on the engine's loop.
 
-    Which steps leave is for others to say. `evict` refuses those that promise 6 keeps; what is let go otherwise is no
-    step, or cannot be read, and that is for the caller to know.
+    Callers choose the steps. `evict` refuses steps that promise 6 keeps. The other methods drop what is no step, or
+    cannot be read, and the caller must know that it is so.
     """
 
     def __init__(self, state: State) -> None:
@@ -68,7 +68,7 @@ class Evictor:
                 self._state.changed.notify()  # wakes the task that checks whether it is gone
 
     async def _retract(self, step: StepId, tier: Tier) -> None:
-        """Retract a step, also where a full device has no room for a lease, which is then taken in its place."""
+        """Retract a step, also if a full device has no room for a lease: the lease then takes the room of the step."""
         lacks_lease = tier.lacks_lease
         if lacks_lease and not await is_unchanged(tier):
             raise TierUnavailable(
@@ -101,7 +101,7 @@ class Evictor:
         self._state.changed.notify()
 
     async def find_out(self, tier: Tier) -> None:
-        """Find out which steps are still there after a deletion that failed: they are held again, the others are gone.
+        """Find out which steps are still there after failed deletions: these are held again, the others are gone.
 
         A deletion that may come late is repeated: a step that may go at any moment counts as no copy.
         """
@@ -158,7 +158,7 @@ class Evictor:
         self._state.changed.notify()
 
     def tell_gone(self, steps: Iterable[StepId], tier: Tier) -> None:
-        """Tell of those that a new look at the tier has not found any more."""
+        """Emit `StepEvicted` for those of ``steps`` that a new scan of the tier has not found any more."""
         for step in steps:
             if step not in tier.steps.held and step not in tier.steps.damaged:
                 self._gone(step, tier)

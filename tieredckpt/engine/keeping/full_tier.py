@@ -1,8 +1,8 @@
 """Room on a full tier for a newer step: the steps that it retains leave, oldest first, as far as promise 6 allows.
 
-The policy says which steps are retained; the tier limits how many. Without this a tier that its own steps
-fill would stay at these, and the newest step would never be durable. Where a device has no room although more than the
-step needs has left it, something else holds the space, and the other steps stay.
+The policy says which steps are retained; the tier limits how many. Without this, a tier full of retained steps would
+take no newer one, and the newest step would never be durable. If a device has no room although more than the step needs
+has left it, something else holds the space, and the other steps stay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["NoRoom", "check_room", "evict_older", "evicting_older", "fits", "mak
 _log = logging.getLogger("tieredckpt")
 
 _VAIN = 2
-"""How many times what a device had no room for leaves it at most: a file takes more there than its bytes."""
+"""Evictions end when this multiple of the missing bytes has left a device: a file takes more there than its bytes."""
 
 
 class NoRoom(NoSpace):
@@ -45,7 +45,7 @@ class NoRoom(NoSpace):
 
 @asynccontextmanager
 async def needing(need: int) -> AsyncIterator[None]:
-    """Say of a full device in the block for how many bytes it has no room."""
+    """Turn `NoSpace` in the block into `NoRoom` for ``need`` bytes."""
     try:
         yield
     except NoRoom:
@@ -55,7 +55,7 @@ async def needing(need: int) -> AsyncIterator[None]:
 
 
 def fits(tier: Tier, need: int) -> bool:
-    """Whether the capacity of a tier has room for so many bytes as it is."""
+    """Whether the capacity of a tier has room for so many bytes, without evictions."""
     return tier.capacity is None or tier.used + need <= tier.capacity
 
 
@@ -93,7 +93,7 @@ async def make_room(state: State, collector: Collector, step: StepId | None, tie
 async def evicting_older(
     state: State, collector: Collector, step: StepId, tier: Tier, copy: Callable[[], Awaitable[int]]
 ) -> int:
-    """Copy a step to a tier, again after each older step that left it because the device is full."""
+    """Copy a step to a tier; if the device is full, evict an older step and try again."""
     while True:
         try:
             return await copy()
@@ -109,7 +109,7 @@ async def evicting_older(
 async def evict_older(state: State, collector: Collector, step: StepId | None, tier: Tier, need: int) -> bool:
     """Evict one step from a full tier, for a newer one that needs so many bytes there; whether one left.
 
-    None leaves if all that may leave would not make that much room, nor if what has left a device made none.
+    No step leaves if all that may leave would not make enough room, or if earlier evictions made none on the device.
     """
     if not state.collects(tier):
         return False

@@ -1,4 +1,4 @@
-"""Compares the packs that are known of a tier with those that are there: others may have written or deleted some."""
+"""Compares the known packs of a tier with those that are there: others may have written or deleted some."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _log = logging.getLogger("tieredckpt")
 
 
 async def compare_packs(tier: Tier) -> None:
-    """Get to know packs whose put failed after it had happened, and those of other writers; forget those that are lost.
+    """Find packs of failed puts that happened all the same, and packs of other writers; forget packs that are lost.
 
-    Such as what a purge of old files has deleted: later steps would refer to it. The caller holds ``tier.packs.guard``.
-    Raises as the tier's store does, and `TierUnavailable` where the tier is another one by now, or not mounted.
+    A purge of old files may have deleted packs, and later steps would refer to them. The caller holds
+    ``tier.packs.guard``. Raises as the tier's store does, and `TierUnavailable` if the tier is another one by now, or
+    not mounted.
     """
     packs = tier.packs
     unseen = set(packs.sizes)
@@ -49,7 +50,7 @@ async def compare_packs(tier: Tier) -> None:
 
 
 async def note_impaired(tier: Tier, used: Mapping[StepId, frozenset[str]]) -> None:
-    """Count held steps as no good copies where packs that they use are gone. Raises as the tier's store does."""
+    """Mark held steps whose packs are gone as impaired: no good copies. Raises as the tier's store does."""
     for step, packs in used.items():
         for key in () if step in tier.steps.impaired else packs - tier.packs.sizes.keys():
             if await _is_lost(tier, key) and step in tier.steps.held:

@@ -1,6 +1,6 @@
-"""Asks the policies, and stays safe whatever they answer: one that raises anything is logged and its step kept.
+"""Asks the policies, and stays safe whatever they answer: if one raises anything, it is logged and its step kept.
 
-What is no answer to the question counts as a failure: an endless iterator is not tried for what it holds.
+An answer of the wrong type counts as a failure, too: an endless iterator is not read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
 
 
 def any_due(state: State) -> tuple[StepId, Tier] | None:
-    """A step that is due on a tier, and the tier; none where every step is where it is to be."""
+    """A step that is due on a tier, and the tier; None if no step is due on any tier."""
     view = state.view(at_rest=True)
     for tier in state.tiers:
         for step in sorted({*state.waiting(tier), *tier.steps.to_mend()}):
@@ -78,7 +78,7 @@ def any_due(state: State) -> tuple[StepId, Tier] | None:
 
 
 def why_not_due(state: State, step: StepId, tier: Tier) -> str:
-    """Why a step that `is_due` finds not due on a tier is not, for people."""
+    """Explain to people why a step is not due on a tier, as `is_due` has found."""
     nearer = state.tiers[: tier.index]
     if step in tier.steps.tombstones:
         return "it has left that tier before"
