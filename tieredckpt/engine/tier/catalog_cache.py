@@ -22,7 +22,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CatalogFile:
-    """One file, and the packs and steps of which it was right when it was read or written."""
+    """One catalog file, and the packs and steps that it listed rightly when it was read or written."""
 
     nbytes: int
     packs: frozenset[str] = frozenset()
@@ -39,7 +39,7 @@ class Catalogued:
     packs: set[str] = field(default_factory=set)
     steps: set[StepId] = field(default_factory=set)
     stamps: dict[StepId, Stamp] = field(default_factory=dict)
-    """By what steps are known, as far as that was looked up since their commit."""
+    """The stamps of steps, as far as they were looked up since the commit."""
     timeless: bool = False
     """The store tells no times of change, so that no catalog can have its steps."""
 
@@ -54,6 +54,6 @@ class Catalogued:
         self.timeless = False
 
     def forget(self, step: StepId) -> None:
-        """A step was committed anew, or is gone."""
+        """Forget a step that was committed anew, or is gone."""
         self.steps.discard(step)
         self.stamps.pop(step, None)

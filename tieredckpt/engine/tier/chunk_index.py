@@ -61,7 +61,7 @@ class ChunkIndex(MutableMapping[bytes, Extent]):
             table: of dtype `RECORD`, the chunks of all packs one after the other.
 
         Returns:
-            By digest, where chunks lie besides; up to 8 of each.
+            Further places of chunks, by digest; up to 8 of each.
         """
         self._paths, self._since = list(paths), {}
         halves = np.ascontiguousarray(table["digest"]).view(">u8").reshape(-1, 2)

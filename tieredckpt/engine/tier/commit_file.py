@@ -86,20 +86,20 @@ async def commit(
     """Write the index of a step whose packs are written, its manifest last.
 
     A step that is committed already is replaced: its new nodes lie beside the old ones until the manifest points to
-    them. A first commit to a store that others may reach as well replaces nothing, where the store can see to that.
+    them. A first commit to a remote store, which others may reach, replaces nothing, if the store can ensure that.
 
     Args:
         tier: where to.
         record: of the step, or of a rank's part of it, which counts as such.
         arrays: what it refers to.
-        encoded: the same; it is put unless a commit of the step may be there by now.
-        only_anew: the tier has the step, readable or not, and one that has left it meanwhile stays away.
+        encoded: the same, encoded; it is encoded again if a commit of the step may be there by now.
+        only_anew: commit only if the tier still has the step, readable or not.
 
     Raises:
-        NotFound: the step was to be committed anew, and has left.
+        NotFound: ``only_anew``, and the step has left the tier.
         Conflict: another writer has committed a step of this name, which stays; or as `check_no_deletion`.
-        NoSpace, TierUnavailable: of the tier. A first commit is undone; of two, the one counts that is read next. Also
-            as `Lease.confirm`.
+        NoSpace, TierUnavailable: the tier failed. A first commit is undone; of two commits, the one that is read next
+            counts. Also as `Lease.confirm`.
     """
     step, traits = record.id, tier.store.traits
     async with tier.steps.turn(step):
@@ -170,7 +170,8 @@ def _others(tier: Tier, step: StepId) -> Conflict:
 async def _mark_indeterminate(tier: Tier, step: StepId, packs: frozenset[str], btree_key: str, *, look: bool) -> bool:
     """Resolve a commit that failed and may have happened; returns whether it has.
 
-    A first one is undone. Where requests may come late it is looked at, if it may be: a deletion could hit a later one.
+    A first commit is undone. If requests may come late, it is only looked at (``look``): a deletion could hit a later
+    commit.
 
     Raises:
         Conflict: the commit that is there is another writer's.

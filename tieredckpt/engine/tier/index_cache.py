@@ -26,7 +26,7 @@ _CHUNK_BYTES, _ARRAY_BYTES = 192, 576
 
 
 class RecentIndexes(OrderedDict[StepId, StepIndex]):
-    """Indexes by step, the one used last at the end, and not many of them."""
+    """Cached indexes by step, the one used last at the end; a few are kept, see `_KEPT`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
     def rereading(self, step: StepId) -> Iterator[StepIndex | None]:
         """Read the index of a step anew in the block, though it may be cached; yields the cached one.
 
-        It is remembered again afterwards where what was read is no better.
+        The cached index stays if the block remembers no new one.
         """
         remembered = self.pop(step, None)
         try:

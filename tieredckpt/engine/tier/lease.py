@@ -1,10 +1,10 @@
 """The lease of a tier: a renewed file that names the one process that writes there, and refuses a second one.
 
-On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease. Its age is
-told by the clock of the store where that has one, for the clocks of two machines may differ by hours; where the machine
-that writes stamps (Lustre, CephFS, GPFS), by two thirds of ``ttl``. A lease is no fencing token: a holder that was
-paused beyond it may finish the put that it had begun. Before the next commit or deletion it renews, and if another
-writer took over meanwhile, it reads anew what the tier holds first.
+On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease. The clock of
+the store, if it has one, tells the age of a lease, for the clocks of two machines may differ by hours. Where the
+writing machine stamps files (Lustre, CephFS, GPFS), clocks may differ by two thirds of ``ttl``. A lease is no fencing
+token: a holder that was paused beyond it may finish the put that it had begun. Before the next commit or deletion it
+renews, and if another writer took over meanwhile, it first reads anew what the tier holds.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Lease:
     async def acquire(self) -> Sequence[BlobInfo] | None:
         """Take the lease. Raises `Conflict` naming the holder when a live one is there.
 
-        Returns all that the tier holds now, where one request has told it beside the leases; else None. Where a full
-        device has no room for it, `renew` takes it later.
+        Returns a listing of the whole tier, if one request gave it along with the leases; else None. If a full device
+        has no room for the lease, `renew` takes it later.
         """
         _of_this_process.add(self._key)
         try:
@@ -151,10 +151,10 @@ class Lease:
         return self._renewed_at != -math.inf
 
     async def confirm(self, *, deleting: bool = False) -> None:
-        """Renew the lease if it may have run out: before what another writer's work would be lost by.
+        """Renew the lease if it may have run out; called before anything that could destroy another writer's work.
 
         Args:
-            deleting: what follows deletes a step, and makes room for a lease that a full device has none for.
+            deleting: a step is deleted next, which makes room for a lease on a full device.
 
         Raises:
             Conflict: as `renew`.
@@ -220,8 +220,8 @@ class Lease:
         return age < self._ttl
 
     async def _age(self, info: BlobInfo) -> float:
-        """Seconds since another lease was written, by the clock of a store that has one; of one that stamps by the
-        clocks of its clients, by those of two hosts. Where a full device has no room for asking, at least so many.
+        """Seconds since another lease was written, by the clock of the store; if its clients stamp files, by the clocks
+        of two hosts. If a full device has no room for asking, a lower bound.
         """
         try:
             mine = await self.store.stat(self._key)

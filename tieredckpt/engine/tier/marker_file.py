@@ -1,4 +1,4 @@
-"""The marker of a tier, the small file that says whose store it holds: read and written."""
+"""Reads and writes the marker of a tier, the small file that names the store that the tier belongs to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def read_unless_empty(store: BlobStore) -> StoreMarker | None:
 
 
 async def write(store: BlobStore, marker: StoreMarker) -> None:
-    """Write the marker of a tier that has none. Raises as the blob store does."""
+    """Write the marker of a tier. Raises as the blob store does."""
     await store.put(layout.MARKER, [encode_marker(marker)])
 
 
@@ -41,7 +41,7 @@ async def is_still(store: BlobStore, marker: StoreMarker | None) -> bool:
 
 
 async def _never_used(store: BlobStore) -> bool:
-    """Whether a marker may be there in part, for the store puts in parts and nothing was put after it."""
+    """Whether the marker may be there in part only: puts are not atomic, and nothing was put after it."""
     if store.traits.atomic_put:
         return False
     for prefix in (layout.PACKS, layout.STEPS):

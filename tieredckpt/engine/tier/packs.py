@@ -23,7 +23,7 @@ class Packs:
     """Packs of a durable tier."""
 
     encoding: Encoding = CRC32C
-    """How chunks are stored in new ones; what a tier got before its `codec` was changed is stored otherwise."""
+    """How new packs store chunks; packs from before a change of the tier's `codec` store them otherwise."""
     compressed: bool = False
     """Whether a footer was read that lists compressed chunks."""
     sizes: Sizes[str] = field(default_factory=Sizes)
@@ -39,7 +39,7 @@ class Packs:
     orphans: dict[str, float] = field(default_factory=dict)
     """When packs that no step was known to use were last changed (epoch seconds)."""
     streamed_to: set[str] = field(default_factory=set)
-    """Packs to which a save may refer that is streaming here: they stay, though beside other ranks it holds no lock."""
+    """Packs that a save which streams here may refer to: they stay, though with several ranks it holds no lock."""
     proving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while copies of chunks are read, to refer to intact ones: until then ``index`` lacks these chunks."""
     guard: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -70,7 +70,7 @@ class Packs:
         return extent is not None and (extent.length == length or self.encoding.fits(extent.length, length))
 
     def encoding_of_array(self, array: ArrayIndex) -> Encoding:
-        """How the chunks of an array are stored: those of one that was committed before a change of `codec` as then."""
+        """Encoding of the chunks of an array; if it was committed before a change of `codec`, that of then."""
         nbytes, here = array.grid.cell_nbytes, self.encoding
         lengths = {chunk.where.length for chunk in array.chunks if isinstance(chunk.where, Extent)}
         if all(here.fits(length, nbytes) for length in lengths):
@@ -86,10 +86,10 @@ class Packs:
                 yield extent
 
     def distrust(self, digest: bytes, extent: Extent) -> None:
-        """A chunk was read there that is damaged: nothing, for it is forgotten when it is repaired."""
+        """Do nothing about a damaged chunk: it is forgotten when it is repaired."""
 
     def kept(self, manifest: str) -> AbstractContextManager[None]:
-        """Keep what the step of that manifest refers to while it is read: nothing, for the step is pinned."""
+        """Keep the chunks of the step of that manifest while it is read; nothing to do, for the step is pinned."""
         return nullcontext()
 
     def add(self, written: WrittenPacks) -> None:

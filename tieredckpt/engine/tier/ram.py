@@ -31,9 +31,9 @@ class Ram:
     store: RamStore
     slab: Slab = field(init=False)
     index: SlabIndex = field(init=False)
-    """Knows of no chunk where another process writes the slab."""
+    """Empty where another process writes the slab."""
     unread: list[tuple[Callable[[], bool], list[bytes]]] = field(default_factory=list)
-    """Steps retracted from the slab, by their chunks, that another process may still be reading, and what tells."""
+    """Retracted steps that may still be read: a function that tells whether no reader is left, and the chunks."""
 
     def __post_init__(self) -> None:
         self.slab = self.store.slab
@@ -54,12 +54,12 @@ class Ram:
             yield Extent(self.store.slab_key, *found)
 
     def distrust(self, digest: bytes, extent: Extent) -> None:
-        """A chunk was read there that is damaged: no save to come may use it."""
+        """Keep later saves from using a damaged chunk."""
         self.index.distrust(digest, extent.offset)
 
     @contextmanager
     def kept(self, manifest: str) -> Iterator[None]:
-        """Keep what the step of that manifest refers to while it is read. Raises `NotFound`, `TierUnavailable`."""
+        """Keep the chunks of the step of that manifest while it is read. Raises `NotFound`, `TierUnavailable`."""
         fd = self.store.share(manifest)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Which chunks lie in the slab: digest to extent, counted by the steps and the saves that use them."""
+"""Index of the chunks in the slab: digest to extent, with a count of the steps and saves that use each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SlabIndex:
     extent has room for a checksum behind its chunk, which promotion fills in so that the device can be given
     the slab's own memory.
 
-    A chunk that turned out damaged is *distrusted*: who uses it keeps its extent, and who comes later copies the chunk
+    A chunk that turned out damaged is *distrusted*: steps that use it keep its extent, and later saves copy the chunk
     to another one.
     """
 

@@ -21,7 +21,7 @@ _BTREE_MAX = 1 << 30
 async def read(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
     """The manifest of a step, its index nodes and their key. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
     manifest, root = await _manifest(tier, step)
-    # Not the most that any nodes take: others wait for what is said here, and so long is waited for an answer.
+    # Not the most that any nodes take: the limit counts as bytes in flight, and lengthens the deadline.
     nbytes = max(root.offset + root.length, root.tree_bytes)
     return manifest, await tier.store.get(root.path, limit=min(nbytes, _BTREE_MAX)), root.path
 

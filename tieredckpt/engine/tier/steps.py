@@ -65,7 +65,7 @@ class HeldSteps(dict[StepId, Held]):
         for changed in tuple(self._changed.values()):
             changed.update(steps)
 
-    # Each tells of a change when it has been made: who looks before is told, and who looks between looks again.
+    # Each tells of a change after it was made: a listener that looks in between is told once more than needed.
 
     def __setitem__(self, step: StepId, held: Held) -> None:
         super().__setitem__(step, held)
@@ -169,9 +169,9 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
         return {step: self._own[step][1] for step, error in self.items() if isinstance(error, Stale)}
 
     def any_packs(self, seconds: float) -> set[str]:
-        """The packs that there were when steps came here, less than so long ago, of which nothing is known.
+        """All packs of the tier at the moment when steps with unknown packs came here, less than ``seconds`` ago.
 
-        Those for a step that is `Unreadable` stay as long as it is: it is neither torn nor lost.
+        For a step that is `Unreadable` they count as long as it is here: it is neither torn nor lost.
         """
         now = time.monotonic()
         self._any = {
@@ -225,7 +225,7 @@ class Steps:
     scanning: bool = False
     """Whether the tier is being scanned: it may hold steps that are not known yet."""
     gone_unseen: set[StepId] = field(default_factory=set)
-    """Steps of which a deletion ended, well or not, since the scan began: what it has read of them may be gone."""
+    """Steps with a deletion that ended, well or not, since the scan began: what the scan has read may be gone."""
     promotions: int = 0
     """How many promotions to the tier are under way."""
     promotion_seconds: float | None = None
@@ -252,7 +252,7 @@ class Steps:
         return (step in self.held or step in self.damaged) and step not in self.leaving
 
     def to_mend(self) -> set[StepId]:
-        """The steps of which a copy is here that is no good one, and that are to come here again from another tier."""
+        """The steps without a good copy here that are to be copied here again from another tier."""
         return self.damaged.keys() | self.impaired
 
     def may_have(self, step: StepId) -> bool:
@@ -270,7 +270,7 @@ class Steps:
         self.held.clear()
 
     def agree(self, record: StepRecord) -> None:
-        """Count a step as held, of whose commit all ranks agreed; ``record`` describes it."""
+        """Count a step as held after all ranks have agreed on its commit; ``record`` describes it."""
         part = self.parts.pop(record.id, None) or self.held.get(record.id)
         self.held[record.id] = Held(record, part.btree_key if part is not None else "")
 

@@ -106,7 +106,7 @@ class Remote:
 
 @dataclass
 class Tier:
-    """One rung of the ladder. All methods run on the engine's loop.
+    """One tier of a store. All methods run on the engine's loop.
 
     ``connect`` makes the blob store; it may fail, and be called again. Three questions are not the same: whether the
     tier is RAM (``in_memory``), whether that RAM is connected (``ram`` is not None), and whether all ranks see the tier
@@ -144,7 +144,7 @@ class Tier:
 
     @property
     def lacks_lease(self) -> bool:
-        """Whether a full device had no room for the lease, without which steps may leave, but no packs."""
+        """Whether a full device had no room for the lease: steps may leave without it, but no packs."""
         return self.lease is not None and not self.lease.was_taken
 
     @property
