@@ -39,7 +39,7 @@ def adopt_if_gone(state: State, step: StepId) -> None:
         newest = max(records, default=None)
         if newest is not None and not state.on_line(newest.serial):
             _log.warning("%s is gone; training continues from %s, which was off the branch", step, newest)
-        # What is trained has not changed.
+        # The trainer's state has not changed, so it still goes back to the same lossy copy, if any.
         state.branch.adopt(records[newest].line if newest else (), newest, state.branch.lossy)
 
 

@@ -118,7 +118,7 @@ class Branch:
         return Continued(line, origin.step.serial, newest, origin, ignores_origin=False, lossy=origin.lossy)
 
     def _newest_pending(self) -> tuple[StepId, Continued] | None:
-        """The last of the saves that are not committed yet; None if a later one is: ranks may still wait for its votes.
+        """The last save that is not committed yet; None if a later save is: ranks may still wait for votes on it.
 
         From any thread.
         """
@@ -130,17 +130,17 @@ class Branch:
         self._pending[step] = continued
 
     def failed(self, step: StepId) -> None:
-        """A save is no step: branch and origin stay as they were."""
+        """Forget a save that failed: branch and origin stay as they were."""
         self._pending.pop(step, None)
         self._doubted.pop(step, None)
 
     def doubted(self, step: StepId) -> None:
-        """A save may be no step: as `failed`, unless it is `committed` after all."""
+        """Count a save with an unknown outcome as `failed`, unless it is `committed` after all."""
         if (continued := self._pending.pop(step, None)) is not None:
             self._doubted[step] = continued
 
     def committed(self, record: StepRecord) -> None:
-        """A save is a step: the branch is what its record says, unless a later save was committed first."""
+        """Continue the branch with a committed save, as its record says, unless a later save was committed first."""
         pending = self._pending.pop(record.id, None) or self._doubted.pop(record.id, None)
         if pending is not None and pending.origin is not None:
             pending.origin.cleared = True
@@ -149,7 +149,7 @@ class Branch:
             self.lossy = record.provenance.get(RESTORED_LOSSY, "")
 
     def continued_by(self, step: StepId) -> Continued:
-        """The branch that a save continues which is not committed yet."""
+        """The branch that a save continues that is not committed yet."""
         return self._pending[step]
 
     # -- schedules ----------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Branch:
         self._counted = origin
 
     def due_from(self, step: int) -> int | None:
-        """The restored step from which a schedule counts to a save of ``step``; None for the last save's."""
+        """The restored step from which a schedule counts to a save of ``step``; None to count from the last save."""
         origin = self.origin
         if origin is None or origin.cleared or origin is self._counted:
             return None

@@ -1,7 +1,7 @@
 """How often trainers of a store have died, and how long they ran: an estimate of the time between failures.
 
-A trainer that closes its store gives its leases back. One that dies leaves them behind, with the time of its last
-sign of life; the next one finds them, counts, and stores the count with every step that it saves.
+A trainer that closes its store releases its leases. The leases of one that dies stay, with the time of its last sign of
+life; the next trainer finds them, counts, and stores the count with every step that it saves.
 """
 
 from __future__ import annotations

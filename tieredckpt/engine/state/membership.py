@@ -56,7 +56,7 @@ class Membership:
     failed: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that this rank saved, and the ranks did not agree on."""
     part_dropped: Callable[[StepId], None] = lambda step: None
-    """Called when this rank's part of a step that may be none was dropped, to make room."""
+    """Called when this rank's part of a step that is not committed was dropped, to make room."""
     replicated: dict[StepId, int] = field(default_factory=dict)
     """Steps whose parts all lie in the RAM of several nodes, and of how many."""
 

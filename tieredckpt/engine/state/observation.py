@@ -19,7 +19,7 @@ __all__ = ["Observation", "blend"]
 
 @dataclass
 class Observation:
-    """Changed on the engine's loop, but for `signals`."""
+    """What was observed of saves, promotions and failures. Changed on the engine's loop, except for `signals`."""
 
     now: Callable[[], float] = time.time
     """Seconds since the epoch."""
@@ -29,7 +29,7 @@ class Observation:
     signals: set[str] = field(default_factory=set)
     """Signals that the trainer has raised; changed from its thread, or from a signal handler there."""
     promotions_ended: int = 0
-    """How many promotions there have been, those left out that failed to a tier which had failed before."""
+    """How many promotions have ended, without those that failed on a tier that had failed before."""
     saving: dict[int, tuple[float, Origin | None]] = field(default_factory=dict)
     """Steps whose save has returned and is still being made (not by ``capture="copy"``): since when, and what was
     restored last before."""
@@ -66,13 +66,13 @@ class Observation:
         )
 
     def count_save(self, step: int) -> None:
-        """Count as saved now what was not, so that schedules see what they see on ranks that have saved it."""
+        """Count a step that was not saved as saved now: schedules then see the same as on ranks that have saved it."""
         self.observed = dataclasses.replace(self.observed, last_save_step=step, last_save_at=self.now())
 
     def observe_promotion(self, step: StepRecord, tier: Tier) -> float:
-        """Learn from a step that has just been committed on a slower tier how long after its save; returns that.
+        """Learn how long after its save a step was committed, just now, on a slower tier; returns these seconds.
 
-        Steps of earlier trainers teach nothing: what kept them was not the tier.
+        Steps of earlier trainers do not count: the tier is not the cause of their delay.
         """
         seconds = max(0.0, self.now() - step.saved_at)
         if step.saved_at >= self.observed.started_at:

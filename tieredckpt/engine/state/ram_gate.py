@@ -24,14 +24,14 @@ class RamGate:
     """Lets saves pass before exports. Touched on the engine's loop alone."""
 
     _passed: Notification = field(default_factory=Notification)
-    """Notified when a save goes on without the gate: who promotes is not woken by that, beside a save that goes on."""
+    """Notified when a save opens the gate again; `State.changed` would wake promoters beside the rest of the save."""
     _saving: int = 0
     """How many saves have closed the gate."""
     _readers: list[GiveWay] = field(default_factory=list)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Make callers of `quiet` wait while the block does for a save what a training waits for, and nothing else."""
+        """Make callers of `quiet` wait during the block, which does only what a training waits for in a save."""
         self._saving += 1
         try:
             yield

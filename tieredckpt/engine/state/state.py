@@ -35,7 +35,7 @@ _log = logging.getLogger("tieredckpt")
 
 @dataclass
 class Identity:
-    """Found out when the store is opened; see `tieredckpt.engine.opening`."""
+    """Identity of the store, found out when it is opened; see `tieredckpt.engine.opening`."""
 
     marker: StoreMarker | None = None
     made_up: bool = False
@@ -65,7 +65,7 @@ class MergedRam:
 
 @dataclass(slots=True)
 class ReaderState:
-    """Parts of the state that only a process that does not write uses."""
+    """Parts of the state that only a read-only process uses."""
 
     ram_steps: dict[StepId, MergedRam] = field(default_factory=dict)
     """Steps that are whole in the RAM of ranks of this machine."""
@@ -228,7 +228,7 @@ class State:
         return self.read_only and gone and tier.in_memory
 
     def check_writable(self, what: str) -> None:
-        """Raise `Invalid` in a store that is only looked at."""
+        """Raise `Invalid` in a read-only store."""
         if self.read_only:
             raise Invalid(f"cannot {what}: the store was opened with read_only=True")
 

@@ -43,7 +43,7 @@ class StepTable:
         """Steps that changed since `_records` was made: few ask for records, and a new dict has all of them."""
 
     def views(self, line: Line) -> Listing:
-        """Views of the steps that there are now, all of age 0, when this is the branch."""
+        """Views of all steps as of now, all of age 0, with ``line`` as the branch."""
         return self._renewed(line)[0]
 
     def records(self, line: Line) -> dict[StepId, StepRecord]:
