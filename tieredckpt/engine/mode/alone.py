@@ -39,7 +39,7 @@ Changed = Callable[[Tier], Awaitable[None]]
 class Alone:
     """One process that saves, promotes and restores by itself. Lives on the engine's loop.
 
-    What the other modes do otherwise, they override; a method that does nothing here is for their sake.
+    The other modes override what they do differently; a method that does nothing here is there for them.
     """
 
     report_stuck: ReportStuck | None = None
@@ -73,7 +73,7 @@ class Alone:
         """Called after the first tier was connected again."""
 
     async def leave(self, *, done: bool, in_order: bool) -> None:
-        """Tell the others that this process ends: whether all that was due is done, and whether it was asked to be."""
+        """Tell the others that this process ends; ``done``: all that was due is done; ``in_order``: it was tried."""
 
     async def close(self, *, may_remove: Callable[[], bool]) -> None:
         """Release everything; ``may_remove`` says whether RAM may be freed with all that it holds."""
@@ -88,20 +88,20 @@ class Alone:
         save: Callable[[Flat], Awaitable[Saved]],
         origin: Origin | None,
     ) -> Saved:
-        """Save by ``save`` what this process has to save of a tree. Raises `Invalid` if pieces of an array lack."""
+        """Save this process's part of a tree, by ``save``. Raises `Invalid` if pieces of an array are missing."""
         if flat.in_pieces:
             await in_thread(check_whole, flat.structure, flat.arrays, pool=self.state.pool)
         return await save(flat)
 
     def not_begun(self, step: int, error: BaseException) -> None:
-        """A save of ``step`` has failed before it came to `save`."""
+        """Called when a save of ``step`` has failed before it came to `save`."""
 
     def is_due(self, step: int) -> bool:
-        """The schedule's answer; from any thread."""
+        """Whether the schedule wants a save after ``step``; from any thread."""
         return save_is_due(self.state, step)
 
     def signalled(self, name: str, *, on: bool) -> None:
-        """A signal was raised or withdrawn."""
+        """Called when a signal was raised or withdrawn."""
 
     async def promote(self, step: StepId, tier: Tier) -> int:
         """Copy a step to a tier that this process manages; the bytes written."""
@@ -148,10 +148,10 @@ class Alone:
         return False
 
     def damaged(self, step: StepId, damage: Sequence[Damage], unreadable: Unreadable) -> None:
-        """A restore has found damage."""
+        """Called when a restore has found damage."""
 
     def restored(self) -> None:
-        """A step was restored to train on."""
+        """Called when a step was restored to train on."""
 
 
 class Reader(Alone):

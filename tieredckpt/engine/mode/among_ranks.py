@@ -70,7 +70,7 @@ class SharedTiers(OwnTiers):
 
 
 class AmongRanks(Alone):
-    """See `Alone`; `ranked` acts together with the other ranks."""
+    """One rank of several, see `Alone`; `ranked` acts together with the other ranks."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class AmongRanks(Alone):
         self.ranked = Ranked(state, collector, group, open_tiers, partial(look_up, state), promote_at_once)
         self.report_stuck = self.ranked.report_stuck
         self._refused: tuple[int, BaseException, asyncio.TimerHandle] | None = None
-        """The save that this rank could not begin, why, and what tells the others; none once they know."""
+        """The save that this rank could not begin, the error, and the timer that tells the others; None once told."""
         super().__init__(state, collector)
 
     def _make_slower_tiers(self) -> SlowerTiers:

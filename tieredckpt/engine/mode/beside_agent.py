@@ -149,7 +149,7 @@ class AgentAdmin(Admin):
 
 
 class BesideAgent(Alone):
-    """See `Alone`; `link` asks the agent for work on its tiers."""
+    """A trainer with an agent, see `Alone`; `link` asks the agent for work on its tiers."""
 
     def __init__(self, state: State, collector: Collector) -> None:
         self.link = AgentClient(state)
