@@ -20,31 +20,31 @@ class Limits:
     last_retry: float = 60.0
     """The longest that such a tier is left alone."""
     source_retry: float = 2.0
-    """Until a step is tried again that only a silent tier has the bytes of."""
+    """Until a step is tried again whose bytes only a silent tier has."""
     ask_policies_again: float = 30.0
     """Until policies are asked again though nothing happened: an answer may depend on the time."""
     unreadable_commit: float = 60.0
-    """For which a commit that cannot be read, and of which nothing is known, keeps all packs there are."""
+    """How long an unreadable commit, with unknown packs, keeps all packs of its tier."""
     catalog_interval: float = 60.0
     """Between looks at whether enough is new for a catalog."""
     catalog_entries: int = 64
-    """Packs and steps that no catalog has, from which on one is written for them: fewer are soon read."""
+    """From so many packs and steps without a catalog on, one is written for them: fewer are soon read."""
     serials_skipped: int = 10_000
     """A tier that cannot be read at start may hold serials that nobody knows of; new ones keep clear of them."""
 
     # -- exports
     export_gives_up: float = 5.0
-    """That an export which is cancelled may take to end, before its thread is left behind."""
+    """How long a cancelled export may take to end, before its thread is left behind."""
 
     export_silence: float = 150.0
-    """That an export may neither ask for arrays nor end, besides the time for what it was given, before it counts as
-    hanging: its thread is left behind, and the export fails. Lustre recovers within two minutes."""
+    """How long an export may neither ask for arrays nor end, besides the time for the bytes that it got. Then it counts
+    as hanging: its thread is left behind, and the export fails. Lustre recovers within two minutes."""
     export_rate: float = 10e6
-    """Bytes per second that what it was given is written with, at least."""
+    """Least bytes per second at which an export writes the bytes that it got."""
     export_part: int = 16 << 20
     """Bytes that are read together for an export; two such parts are read while one is written."""
     export_flush_rate: float = 100e6
-    """Bytes per second that are flushed to the device, at least, where a format's library leaves all to the end."""
+    """Least bytes per second of a flush to the device, where a format's library leaves all to the end."""
 
     # -- packs and reads
     pack_size: int = 256 << 20
@@ -52,17 +52,17 @@ class Limits:
     read_run: int = 16 << 20
     """Small neighbouring extents are read together up to this size."""
     reads_under_way: int = 192 << 20
-    """Asked for at a time of a store that digests reads or lies behind a network, or one run: each read ends within
-    the deadline of a tier that is as slow as it may be, though all share its bandwidth."""
+    """Bytes that are read at a time, or one run, from a store that digests reads or is remote: so each read ends within
+    the deadline even on the slowest tier that is allowed, though all reads share its bandwidth."""
 
     steps_asked: int = 4
     """Newest steps whose indexes are asked which copy of a chunk they use, before a chunk is read to verify it."""
 
     # -- saves
     wait_for_room: float = 600.0
-    """That ``when_full = "wait"`` waits at most."""
+    """How long ``when_full = "wait"`` waits at most."""
     look_for_room: float = 1.0
-    """Until a waiting save looks for what nobody announces: a reader that has gone."""
+    """Until a waiting save looks for readers that have gone, which nobody announces."""
     scratch_size: int = 256 << 20
     """The least scratch memory of an engine."""
     frozen_rate: float = 256 << 20
@@ -70,13 +70,13 @@ class Limits:
 
     # -- ranks
     wait_longer: float = 2.0
-    """That other ranks wait longer than rank 0, which may tell them which rank was silent."""
+    """How much longer other ranks wait than rank 0, which may tell them which rank was silent."""
     listen_again: float = 60.0
     """Until a rank that hears nothing asks its communicator anew."""
     send_again: float = 1.0
     """Until a rank tries again to send what could not be sent."""
     last_words: float = 5.0
-    """That rank 0 gives the others to take its last message."""
+    """How long rank 0 waits for the others to take its last message."""
     hello_again: float = 1.0
     """Until a rank that nobody has welcomed says hello once more."""
     go_within: float = 5.0
@@ -84,28 +84,28 @@ class Limits:
     message_size: int = 1 << 20
     """Largest message of a bulk transfer between ranks whose communicator has messages alone."""
     schedule_ahead: float = 1.0
-    """That a message is given to reach all ranks, at first."""
+    """How long a message may take to reach all ranks, at first."""
     find_within: float = 10.0
-    """That rank 0 is given to tell a rank which chunks a tier has, before the rank writes all of them."""
+    """How long a rank waits for rank 0 to tell which chunks a tier has, before it writes all of them."""
     save_again: float = 2.0
-    """That a rank which could not begin a save is given to call it again, before the others are told."""
+    """How long a rank that could not begin a save may take to call it again, before the others are told."""
     ask_rank_0_again: float = 5.0
-    """That a rank gives rank 0 to bring a step to a tier, before it asks again."""
+    """How long a rank waits for rank 0 to bring a step to a tier, before it asks again."""
 
     # -- the agent
     agent_silence: float = 60.0
-    """That an agent may be silent, or take to get ready while somebody waits for it."""
+    """How long an agent may be silent, or take to get ready while somebody waits for it."""
     agent_first_retry: float = 0.2
     """Until another agent is started in place of one that did not get ready; doubles with every failure."""
     agent_last_retry: float = 30.0
     agents_asked: int = 5
-    """Agents that are asked the same, each when the one before has died of it."""
+    """How many agents get the same request, each after the one before has died of it."""
     agent_look: float = 0.2
     """Between looks at whether an agent lives that has not called yet."""
     agent_ends: float = 30.0
-    """That an agent which has nothing more to do may take to end."""
+    """How long an agent that has nothing more to do may take to end."""
     agent_gives_up: float = 3600.0
-    """For which an agent without a trainer goes on with tiers that fail, before it gives up what is due there."""
+    """How long an agent without a trainer goes on with tiers that fail, before it gives up what is due there."""
 
 
 in_force = Limits()
