@@ -214,7 +214,7 @@ class CheckpointStore:
     ) -> Restored | None:
         """Restore a step, by default the newest, from the nearest tier: verify every chunk, and repair damage.
 
-        The next save decides about the branch (``resume``). With several ranks, all call it, for the same step and
+        The branch changes only with the next save (``resume``). With several ranks, all call it, for the same step and
         with the same ``resume``, and all or none give ``keys``; if one fails, all raise.
 
         Args:

@@ -196,7 +196,7 @@ class Admin:
         return found
 
     def _verifier(self, name: str | None, repair: bool, progress: Callable[[int], None] | None) -> Verifier:
-        """What verifies the tier ``name``, or all. Raises `Invalid` where this process cannot ``repair`` it."""
+        """The verifier of the tier ``name``, or of all. Raises `Invalid` if this process cannot ``repair`` it."""
         if repair:
             self._state.check_writable("repair")
         if repair and name is not None:

@@ -82,7 +82,7 @@ class Engine:
         role: Role | None = None,
         ram: Path | None = None,
     ) -> None:
-        """``ram`` is where an agent has found RAM."""
+        """``ram`` is the folder where an agent has found its trainer's RAM."""
         self.events = events
         self._config = config
         self._read_only = read_only
@@ -235,7 +235,7 @@ class Engine:
             await self.mode.reopened()
 
     async def prepare(self, tree: Any, mesh: Any = None) -> None:
-        """Take memory for saves of trees like ``tree``, behind everything else; ``mesh`` as for `match`.
+        """Allocate memory for saves of trees like ``tree``, in the background; ``mesh`` as for `match`.
 
         Raises `Invalid` as flattening does.
         """
@@ -252,11 +252,11 @@ class Engine:
         self.prepare_memory(await in_thread(snapshot_size, leaves, self._config.chunk_size, ranks_with))
 
     def expect_saves_of(self, nbytes: int) -> None:
-        """Take memory for saves of states of so many bytes, all ranks' together."""
+        """Allocate memory for saves of states of so many bytes, over all ranks."""
         self.prepare_memory(nbytes // self.state.membership.size)
 
     def prepare_memory(self, snapshot: int = 0) -> None:
-        """Take RAM's memory that is expected and map it, behind everything else; for two snapshots of that many bytes.
+        """Allocate and map RAM in the background: what is expected, and at least two snapshots of so many bytes.
 
         So a save finds room beside the one before, which may still be on its way to other tiers.
         """
@@ -275,13 +275,13 @@ class Engine:
     async def close(
         self, *, flush: bool, keep_ram: bool, end_calls: Callable[[], Coroutine[Any, Any, None]] | None = None
     ) -> None:
-        """Finish what is due on the tiers that work, and let everything go.
+        """Finish what is due on the tiers that work, and release everything.
 
         Args:
             flush: wait for the promotions that are due.
             keep_ram: leave the RAM tier's memory as it is, for the next process; otherwise it is given back if
                 everything in it is on another tier.
-            end_calls: ends what uses the tiers besides, before they are let go.
+            end_calls: ends other calls that use the tiers, before these are released.
         """
         done = in_order = False
         try:
@@ -344,7 +344,7 @@ class Engine:
         replicated: Sequence[str],
         moment: Moment,
     ) -> Saved:
-        """See `Writer.save`; of several ranks, this one's part of what ``replicated`` chooses."""
+        """See `Writer.save`; with several ranks, saves this rank's share of the leaves that ``replicated`` chooses."""
         self.state.check_writable("save")
         save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, moment=moment)
         saved = await self.mode.save(step, flat, replicated, save, origin)
@@ -365,9 +365,9 @@ class Engine:
             await self.mode.give_way(step, name)
 
     async def flush(self) -> None:
-        """Wait for saves by reference, checks of frozen arrays and repairs, and as `waiting.drained`.
+        """Wait for saves by reference, checks of frozen arrays, repairs, promotions (`waiting.drained`) and exports.
 
-        Then until what is due is exported. Raises the error of an export that failed.
+        Raises the error of a promotion or an export that failed.
         """
         await self.captures.drained()
         await self._writer.frozen.drained()

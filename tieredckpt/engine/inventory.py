@@ -51,7 +51,7 @@ class StepInfo:
     nbytes: int
     metrics: Mapping[str, float]
     tiers: tuple[str, ...]
-    """That hold it, nearest first."""
+    """Tiers that hold it, nearest first."""
     damaged: tuple[str, ...]
     """Tiers whose commit of it cannot be read."""
     restored_from: int | None
@@ -61,7 +61,7 @@ class StepInfo:
     ranks: int = 1
     """How many processes saved it together."""
     lossy: tuple[str, ...] = ()
-    """Tiers that hold a lossy copy of it, which is none of the step as it was saved."""
+    """Tiers that hold a lossy copy of it, not the step as it was saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ArrayInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepDetails:
-    """A step in full, but for the arrays' values."""
+    """A step in full, except for the arrays' values."""
 
     info: StepInfo
     store: str
@@ -88,8 +88,8 @@ class StepDetails:
     """Serials of the step's history, as inclusive ranges."""
     provenance: Mapping[str, str]
     policy: Mapping[str, Any]
-    """What was in force, as ``StoreConfig.recorded_policies`` gives it; in steps of earlier versions the configuration,
-    but for secrets."""
+    """The policies in force, as ``StoreConfig.recorded_policies`` gives them; in steps of earlier versions, the
+    configuration without secrets."""
     arrays: tuple[ArrayInfo, ...]
     """In the order of the tree."""
     scalars: Mapping[str, Scalar]
@@ -133,7 +133,7 @@ class TierInfo:
     hanging: int = 0
     """Calls of this process that hang in its device though nobody waits for them any more."""
     lossy: bool = False
-    """Whether it has lossy copies alone, so that no step as it was saved comes there."""
+    """Whether it holds only lossy copies: no step as it was saved comes there."""
 
 
 class Inventory:
@@ -158,9 +158,9 @@ class Inventory:
     async def describe(
         self, step: int | None, serial: int | None, keys: Sequence[str] | None, lossy: str | None = None
     ) -> StepDetails:
-        """One step in full, or of its tree the leaves that ``keys`` choose, as `select` has it.
+        """Describe one step in full, or only the leaves that ``keys`` choose, as in `select`.
 
-        A lossy copy where no tier has the step as it was saved; that of the tier ``lossy`` in any case.
+        Describes a lossy copy if no tier has the step as it was saved; if ``lossy`` names a tier, the copy there.
 
         Raises `NotFound`, `Corrupt` and `TierUnavailable` as `State.find`, `StepSource.open` and `select` do.
         """
@@ -172,7 +172,7 @@ class Inventory:
         return replace(details, derived=await _derivations(state, found))
 
     def describe_index(self, step: StepId, index: StepIndex, structure: Node) -> StepDetails:
-        """One step in full, but for leaves that ``structure``, a part of that of its index, has not."""
+        """Describe one step with the leaves of ``structure``, which is the structure of its index or a part of it."""
         record = index.record
         leaves = [(key, node) for key, node in walk(structure) if not isinstance(node, CONTAINERS)]
         arrays = [

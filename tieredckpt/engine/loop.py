@@ -74,7 +74,7 @@ class Work(Generic[T]):
     def __init__(self, thread: EngineThread, coroutine: Coroutine[Any, Any, T], *, closes: bool) -> None:
         self.ended = Latch()
         self.closes = closes
-        """Whether it closes the store, and so begins also when that has begun."""
+        """Whether it closes the store: it may then begin during a close, too."""
         self._thread = thread
         self._coroutine = coroutine
         self._task: asyncio.Task[T] | None = None
@@ -192,7 +192,7 @@ class EngineThread:
             )
 
     def submit(self, work: Work[Any]) -> None:
-        """Begin some work. What comes too late ends at once as `Closed`."""
+        """Begin some work. After the end of the loop it ends at once, as `Closed`."""
         self._works.add(work)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(work.start)
@@ -200,7 +200,7 @@ class EngineThread:
             work.refuse()
 
     def forget(self, work: Work[Any]) -> bool:
-        """Whether the work was not forgotten before: of all who say that it has ended, one is right."""
+        """Forget work that has ended; True for the first call, of several that say so."""
         try:
             self._works.remove(work)
         except KeyError:
@@ -218,7 +218,7 @@ class EngineThread:
             await asyncio.wait(tasks)
 
     def end(self) -> None:
-        """End the thread when those who close the store have heard of it; what else runs is cancelled. Idempotent."""
+        """End the thread when the calls that close the store have ended; cancel everything else. Idempotent."""
         self.closing = True
         if self._ending is None:
             self._ending = self.loop.create_task(self._end())
@@ -242,7 +242,7 @@ class EngineThread:
 
 
 class EngineLoop:
-    """The way to an engine's thread. When the last user of a store's one has gone, the store is closed."""
+    """The way to an engine's thread. A store is closed when nobody refers to its `EngineLoop` any more."""
 
     def __init__(self, name: str | EngineThread) -> None:
         self.thread = EngineThread(name) if isinstance(name, str) else name

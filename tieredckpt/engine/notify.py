@@ -20,7 +20,7 @@ class Notification:
         self._next = asyncio.Event()
 
     async def wait(self, timeout: float | None = None) -> None:
-        """Return at the next beat, or after ``timeout`` seconds."""
+        """Return at the next `notify`, or after ``timeout`` seconds."""
         event = self._next
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):

@@ -1,7 +1,7 @@
 """Refreshes what a reader knows of a store at each call: another process changes it.
 
-Steps are listed, and only those are read that are new or were committed anew. RAM that a trainer gave back, took anew
-or made is let go and attached, and so is a tier that was not there, or that was replaced.
+The reader lists steps, and reads only those that are new or were committed anew. It attaches RAM again that a trainer
+gave back, took anew or made; and it connects again to a tier that was not there, or was replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _log = logging.getLogger("tieredckpt")
 
 _TRIES = 30
-"""How often a step is looked for that is evicted each time before it has been read."""
+"""How often a read is tried whose step is evicted each time before it has been read."""
 
 
 class Refresh:
@@ -54,14 +54,14 @@ class Refresh:
         self._aside: list[tuple[BlobStore, set[object]]] = []
         """Stores that tiers use no more, each with the calls that may still read it."""
         self._left_behind: set[StepId] = set()
-        """Steps in RAM that the training has not gone on from."""
+        """Stale steps in RAM: the training has gone on elsewhere from an older step."""
         self._seen: Hashable = None
         """The last result of `seen_in_ram`."""
 
     async def looking(self, work: Callable[[], Awaitable[T]], *, packs: bool = False) -> T:
-        """The result of work that looks at the store as it is now, again when a step moves while it is read.
+        """Run work that looks at the store as it is now; run it again if a step moves while it is read.
 
-        What is damaged is believed to be at the second look. With ``packs`` the work asks what space they take.
+        Damage counts only if it is still there at a second look. ``packs``: the work asks what space packs take.
         """
         call = object()
         self._in_flight.add(call)
@@ -215,6 +215,6 @@ class Refresh:
 
 
 def _is_there(ram: RamStore) -> bool:
-    """Whether RAM is what its folder names as such."""
+    """Whether RAM is still the one that the note in its folder names."""
     note = read_note(Path(ram.location))
     return note is not None and ram.is_of(note)

@@ -36,14 +36,14 @@ class Scratch:
         self.capacity = aligned(capacity)
         self.slab = Slab(_shared_file(self.capacity) if shared else None, self.capacity)
         self.returned = Notification()
-        """Beats whenever memory was given back."""
+        """Notified whenever memory was given back."""
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
     async def lend(self, nbytes: int) -> AsyncIterator[npt.NDArray[np.uint8]]:
         """A writable array of ``nbytes`` rounded up to pages, for the length of the block.
 
-        More than there is in all is new memory, for a chunk of a store that was configured with larger ones.
+        A piece larger than ``capacity`` is new memory: a store may have been configured with larger chunks before.
         Raises `Corrupt` for more than any chunk has, `NoSpace`.
         """
         memory, give_back = await self.take(nbytes)

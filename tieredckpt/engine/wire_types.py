@@ -75,7 +75,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes, kind: type[M] | object) -> M:
-    """Raises `Corrupt` for what no process of this version says."""
+    """Decode a message. Raises `Corrupt` for one that no process of this version sends."""
     try:
         found: M = msgpack_decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
