@@ -14,13 +14,13 @@ StepNumbers = tuple[tuple[int, int], ...]
 
 
 class Departed:
-    """Lives on the engine's loop."""
+    """Remembers which steps have left the RAM of this rank, until rank 0 knows. Lives on the engine's loop."""
 
     def __init__(self, state: State, evictor: Evictor) -> None:
         self._state = state
         self._evictor = evictor
         self._untold: list[tuple[int, int]] = []
-        """Of this rank, to be told to rank 0."""
+        """Steps of this rank that rank 0 does not know of yet."""
 
     def note(self, event: Event) -> None:
         """Remember a step that has left this rank's RAM."""
@@ -28,16 +28,16 @@ class Departed:
             self._untold.append((event.serial, event.step))
 
     def is_known(self, step: StepId) -> None:
-        """Rank 0 knows of that step."""
+        """Forget a step that rank 0 knows of."""
         self._untold.remove((step.serial, step.step))
 
     def take(self) -> StepNumbers:
-        """Those since the last call, to be told."""
+        """The steps that have left since the last call, for a message to rank 0."""
         untold, self._untold = tuple(self._untold), []
         return untold
 
     def take_back(self, untold: StepNumbers) -> None:
-        """What `take` returned may not have come to rank 0."""
+        """Remember steps again that `take` returned: the message may not have come to rank 0."""
         self._untold += untold
 
     async def forget(self, steps: StepNumbers) -> None:

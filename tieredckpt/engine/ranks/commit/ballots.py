@@ -1,4 +1,4 @@
-"""What the votes of all ranks on a save say together."""
+"""Evaluates the votes of all ranks on a save."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tieredckpt.format.merging import show_ranks
 __all__ = ["FailingHere", "check", "failing", "named"]
 
 _LONGEST = 10
-"""Power of two of the votes that name a tier at most for one failure."""
+"""A failure names its tier in at most 2 to this power votes."""
 
 
 class FailingHere:
     """The shared tiers that this rank cannot use, for its votes.
 
-    A tier that failed here is named in the next votes, and in twice as many after each further time. That it could be
-    opened again tells little: where the marker is read, puts may fail.
+    A tier that failed here is named in the next votes, and in twice as many after each further failure. It proves
+    little that the tier could be opened again: where the marker can be read, puts may fail.
     """
 
     def __init__(self, state: State) -> None:
@@ -32,7 +32,7 @@ class FailingHere:
         self._left: Counter[str] = Counter()
 
     def names(self) -> tuple[str, ...]:
-        """Those for one vote."""
+        """The tiers to name in one vote."""
         found = []
         for tier in (tier for tier in self._state.tiers if tier.shared):
             name, failed = tier.name, tier.health.failed_here

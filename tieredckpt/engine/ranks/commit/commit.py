@@ -166,7 +166,7 @@ class Commits:
         return sum(nbytes for each in done for nbytes in each.packs.values())
 
     async def _cell_sizes(self, step: StepId, sizes: Mapping[bytes, int]) -> Mapping[bytes, int]:
-        """Bytes of chunks, of which the parts of a step that was streamed say what is stored."""
+        """Bytes of the cells of chunks; the parts of a streamed step give the bytes as they are stored."""
         whole = self._votes.merged_steps.get(step)
         if whole is None or step not in self._state.membership.undecided:
             return sizes

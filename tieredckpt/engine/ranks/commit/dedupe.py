@@ -1,6 +1,6 @@
 """Tells ranks that stream past their RAM which of their chunks a shared tier has: rank 0 alone knows.
 
-Rank 0 keeps the packs of which it has told from collection until it has decided on the save.
+Rank 0 keeps the packs that it has named from collection until it has decided on the save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("tieredckpt")
 
 
 class Dedupe:
-    """Asks rank 0, and answers there. Lives on the engine's loop.
+    """Asks rank 0 which chunks a shared tier has, and answers there. Lives on the engine's loop.
 
     ``is_undecided`` tells whether the attempt of a save may still become a step.
     """
@@ -38,12 +38,12 @@ class Dedupe:
         self._asked = 0
         self._unanswered = ""
         self.attempt = ""
-        """Of the save under way on this rank."""
+        """The attempt of the save under way on this rank."""
 
     async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
-        """Where a shared tier has those of the chunks that it has; ``sizes`` are their bytes, by digest.
+        """Extents of those chunks that a shared tier has; ``sizes`` are the bytes of all chunks, by digest.
 
-        Nothing if rank 0 does not answer soon: to write chunks once more is better than to keep the training waiting.
+        Empty if rank 0 does not answer soon: to write chunks once more is better than to keep the training waiting.
         """
         if self._group.deserted or self._unanswered == self.attempt:
             return {}
@@ -59,7 +59,7 @@ class Dedupe:
         return decode(found, dict[bytes, Extent])
 
     async def answer(self, rank: int, asked: Find) -> None:
-        """At rank 0: tell a rank what it asked for."""
+        """At rank 0: tell a rank which of its chunks the tier has."""
         found: dict[bytes, Extent] = {}
         tier = self._state.tier(asked.tier)
         if self._is_undecided(asked.attempt):

@@ -64,7 +64,7 @@ def without_places(index: StepIndex) -> MergedStep:
 
 
 def cell_sizes(whole: MergedStep, digests: Collection[bytes]) -> dict[bytes, int]:
-    """Bytes of some chunks of a step, whatever is stored of them."""
+    """Bytes of the cells of some chunks of a step, whatever their stored size is."""
     found: dict[bytes, int] = {}
     for array in whole.arrays.values():
         of_array = np.frombuffer(array.digests, f"V{SIZE}").tolist()

@@ -25,9 +25,9 @@ _log = logging.getLogger("tieredckpt")
 
 
 async def open_read_only_ram(state: State) -> None:
-    """In a read-only store, count steps as held by RAM of which all parts are in RAM folders of this machine.
+    """In a read-only store, count a step as held by RAM if all its parts are in RAM folders of this machine.
 
-    A step that is not complete any more does not count any more.
+    A step counts no more once one of its parts is gone.
     """
     first = state.tiers[0]
     if not state.read_only or state.config.ram is None or state.identity.marker is None:
