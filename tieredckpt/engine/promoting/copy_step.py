@@ -45,7 +45,7 @@ _FIRST_COMPRESSED_PACK = 8 << 20
 _READS_AT_A_TIME = 8
 """Chunks of another tier than RAM: each request takes long there, or the device serves several at once."""
 _MARGIN = 32
-"""Of what compressed chunks are expected to take, this part is reserved besides."""
+"""One part in so many of the expected size of compressed chunks is reserved besides."""
 _GROWTH = 4
 """How many times as large the next pack may be, which one thread seals while the one before is being written."""
 _COMPRESSED_GROWTH = 1.5
@@ -70,11 +70,11 @@ async def copy_step(
         collector: makes room.
         step: held by some tier.
         tier: the target.
-        again: commit anew although the tier holds the step, with the chunks that its index forgot written anew.
-        leaving: packs of the tier to which the step committed anew is to refer no more.
-        lost: chunks that are intact nowhere, and where the step committed anew goes on looking for them.
-        origin: of the store that the step is copied from, on the same loop, for which nothing is evicted; None for
-            this one.
+        again: commit anew although the tier holds the step; write the chunks anew that its index forgot.
+        leaving: packs of the tier that the step, committed anew, must no longer refer to.
+        lost: chunks that are intact nowhere, with the extents that the step, committed anew, keeps for them.
+        origin: state of the store that the step is copied from, on the same loop; nothing is evicted for such a copy.
+            None for this store.
 
     Raises:
         NotFound: no tier holds the step, or it was evicted from this one before it was committed anew.
@@ -148,10 +148,10 @@ async def _copy(
 
 
 def _source(origin: State, step: StepId, tier: Tier, *, again: bool) -> AbstractAsyncContextManager[StepSource]:
-    """The step as the tier is to have it."""
+    """Open the step as the tier is to have it, exact or derived."""
     if not tier.derived:
         return StepSource.open(origin, step)
-    # What is committed anew stays what it is, also where the rules have changed or no exact copy is left.
+    # A step that is committed anew stays the same, even if the rules have changed, or no exact copy is left.
     return DerivedSource.open(origin, step, only=tier) if again else RoundedSource.rounding(origin, step, tier)
 
 
@@ -295,7 +295,7 @@ class _Packing:
     async def add_from_slab(self, slab: Slab, batch: Batch, some: Sequence[Need], threads: int) -> None:
         """Add chunks where they lie in RAM, encoded by so many threads.
 
-        What was damaged in RAM comes from elsewhere.
+        Chunks that are damaged in RAM are read from another tier.
         """
         payloads: list[Payload] = []
         source, encoding = self.source, self.encoder.encoding

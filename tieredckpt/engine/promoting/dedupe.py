@@ -28,17 +28,17 @@ async def refer_to_intact(
 ) -> None:
     """Make new commits refer to an intact copy of each chunk that the tier may have, or to none.
 
-    A footer vouches for nothing. Where puts are not atomic it may be there without the chunks before it; and a
-    repair leaves the damaged copy in its pack while other chunks there are in use, beside the good copy or,
-    once that was collected, alone. So what an earlier process wrote is read before it is referred to, unless a
-    committed step refers to that very copy. The step itself and the newest ones are asked whether they do, which
-    has nearly all of what a training has again; to ask all would take longer than to read. The caller holds
+    A footer proves nothing. If puts are not atomic, it may be there without the chunks before it. And a repair leaves
+    the damaged copy in its pack while other chunks there are in use: beside the good copy or, once that was collected,
+    alone. So a chunk that an earlier process wrote is read before it is referred to, unless a committed step refers to
+    that very copy. Only the indexes of the step itself and of the newest steps are searched for such references: they
+    have nearly all chunks that recur in a training, and to search all would take longer than to read. The caller holds
     ``tier.packs.guard``, or has noted the packs in ``tier.packs.streamed_to``.
 
     Args:
         state: of the engine.
         tier: a durable one.
-        step: that is to be committed; None where it has no identity yet.
+        step: the step to commit; None if it has no identity yet.
         sizes: bytes of each chunk that is to be referred to, by digest.
         encoding: of the copies that are preferred; None for that of the tier.
 
@@ -74,7 +74,7 @@ async def _refer_to_intact(
     for digest in doubted:
         known = tier.packs.index.get(digest)
         copies = [*([known] if known is not None else []), *tier.packs.duplicates.get(digest, ())]
-        # Of the copies of before and after a change of `codec`, those of after will do.
+        # After a change of `codec`, copies in the new encoding come first.
         copies.sort(key=lambda extent: not wanted.fits(extent.length, sizes[digest]))
         tier.packs.forget(digest)
         for extent in copies:
@@ -107,8 +107,8 @@ def _unverified(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
 def _of_one_encoding(tier: Tier, sizes: Mapping[bytes, int], wanted: Encoding) -> dict[bytes, Extent]:
     """Chunks with exactly one copy in the wanted encoding (others date from before a change of `codec`), and that copy.
 
-    They need no more proof than a chunk that lies in one place: what a repair has written beside what was damaged would
-    be a second one.
+    Such a chunk needs no more proof than one with a single copy: a repair would have left a second copy in this
+    encoding.
     """
     found = {}
     for digest in tier.packs.duplicates.keys() & sizes.keys():

@@ -49,9 +49,9 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A chunk to write: its digest, its bytes (``nbytes`` of ``memory``, which is page-aligned), and of those an item.
+    """A chunk to write: its digest, its bytes (``nbytes`` of page-aligned ``memory``), and the bytes of one item.
 
-    ``room`` is what `Encoding.encode` needs besides; None where that may write behind the chunk, or needs nothing.
+    ``room`` is further memory for `Encoding.encode`; None if that may write behind the chunk, or needs none.
     """
 
     digest: bytes
@@ -70,7 +70,7 @@ def seal(payload: Payload, encoding: Encoding) -> Encoded | None:
 async def seal_all(
     payloads: Sequence[Payload], encoding: Encoding, pool: Executor, threads: int
 ) -> list[Encoded | None]:
-    """`seal` every chunk on ``threads`` threads of ``pool``; what came of each."""
+    """`seal` every chunk on ``threads`` threads of ``pool``; returns the result of each."""
     waiting = deque(enumerate(payloads))
     sealed: list[Encoded | None] = [None] * len(payloads)
 
@@ -137,8 +137,8 @@ async def write_packs(
 ) -> None:
     """Write every batch as a pack. Each is added to ``written`` once it is stored, also where another one fails.
 
-    The tier is not told: that is for whoever manages it. The next batch is pulled while others are being written;
-    ``meanwhile`` is called with the places of all chunks when there is no next one.
+    The process that manages the tier has to record the packs there. The next batch is pulled while others are being
+    written; ``meanwhile`` is called with the places of all chunks when there is no next one.
     """
     slots = asyncio.Semaphore(tier.store.traits.parallel_puts)
 
@@ -178,7 +178,7 @@ async def _write_pack(tier: Tier, batch: Batch, written: WrittenPacks) -> None:
 
 
 class Encoder:
-    """Encodes what one copy of a step brings to a tier. Lives on the engine's loop."""
+    """Encodes the chunks that one copy of a step brings to a tier. Lives on the engine's loop."""
 
     def __init__(self, state: State, tier: Tier, encoding: Encoding, is_awaited: Callable[[], bool]) -> None:
         """``is_awaited`` returns whether a caller waits for the copy to end."""
@@ -188,8 +188,9 @@ class Encoder:
 
     @property
     def encoding(self) -> Encoding:
-        """How the next chunks are stored: uncompressed if the device would take them faster than they are compressed,
-        and somebody waits. Its sizes and its framing are those of the tier at any time.
+        """Encoding of the next chunks: uncompressed if the device is faster than compression, and somebody waits.
+
+        Sizes and framing are those of the tier's own encoding at any time.
         """
         if self._encoding.raw or not self._seconds:
             return self._encoding

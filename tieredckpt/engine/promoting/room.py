@@ -23,8 +23,9 @@ __all__ = ["expected", "have_room", "within_capacity"]
 
 
 async def expected(tier: Tier, needs: Iterable[Need], encoding: Encoding) -> int:
-    """Bytes that chunks will take there in ``encoding``: compressed, what those of their arrays take in the newest step
-    there.
+    """Estimate the bytes that chunks take on a tier in ``encoding``.
+
+    Compressed chunks count with the share of their size that their array takes in the newest step there.
     """
     shares: dict[str, float] = {}
     if not encoding.raw and tier.steps.held:
@@ -63,7 +64,7 @@ async def within_capacity(
 ) -> AsyncGenerator[Batch, None]:
     """Yield the batches, and count the bytes that they really take instead of the estimates.
 
-    Raises `NoRoom` before one for which the capacity has no room, with what it and the rest take at most.
+    Raises `NoRoom` before a batch that the capacity has no room for, with the most bytes that it and the rest take.
     """
     sizes = {need.digest: encoding.stored_size(need.nbytes) for need in needs}
     taken, left = 0, sum(sizes.values())

@@ -24,7 +24,7 @@ async def reached(
     """Return when the tier holds the step; ``news`` waits until something changed, and raises when nothing will.
 
     Raises:
-        NotFound: it is not going to: not due there, evicted before, or no such tier.
+        NotFound: it will not get there: it is not due there, or was evicted before; or no such tier.
         TieredCkptError: what keeps the tier from it.
     """
     tier = state.tier(name)
@@ -80,7 +80,7 @@ async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
 
 
 def in_ram_alone(state: State) -> str:
-    """For people, once all is drained: why the tiers below RAM have none of the steps; empty if one has, or failed."""
+    """Explain to people, once all is drained, why no tier below RAM has a step; empty if one has, or failed."""
     slower = [tier for tier in state.tiers if not tier.in_memory]
     if not slower or not state.records() or any(tier.steps.held or tier.health.error for tier in slower):
         return ""
