@@ -26,7 +26,7 @@ RepairElsewhere = Callable[[StepId, Sequence[Damage], Sequence[tuple[Tier, Tiere
 class BackgroundRepair:
     """The repairs under way of one process. Lives on the engine's loop.
 
-    ``elsewhere`` has damage repaired on tiers that another process manages; None where there is no such process.
+    ``elsewhere`` asks another process to repair damage on the tiers that it manages; None without such a process.
     """
 
     def __init__(self, state: State, collector: Collector, elsewhere: RepairElsewhere | None) -> None:

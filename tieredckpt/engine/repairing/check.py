@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _BATCH = 64 << 20
 _BATCH_SECONDS = 0.25
-"""At a bounded rate so much is read at a time, so that others wait no longer."""
+"""With a bounded rate, how long one batch may take at that rate: others do not wait longer for their turn."""
 
 
 class Scan:
@@ -37,7 +37,7 @@ class Scan:
         """Whether the chunk at each place was intact."""
 
     def batches(self, items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-        """``items`` of so many bytes each, cut into what is read in one go; an item alone may be more."""
+        """Split items of so many bytes each into batches that are read in one go; a single item may be larger."""
         limit = _BATCH if self._pace.rate is None else min(_BATCH, self._pace.rate * _BATCH_SECONDS)
         return batches(items, size, limit)
 

@@ -1,4 +1,4 @@
-"""Collects on one tier, once the packs that are mostly dead were rewritten."""
+"""Rewrites the packs of one tier that are mostly dead, then collects there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("tieredckpt")
 async def collect_on(state: State, collector: Collector, tier: Tier) -> Collected:
     """Rewrite the live chunks of sparse packs on a tier that has room for them, and delete the dead packs.
 
-    Raises as the tier's store does, but for a lack of room.
+    Raises as the tier's store does; a lack of room is only logged.
     """
     rewritten = 0
     # A capacity may be full of dead bytes; a full device has no room for the new packs.
@@ -41,7 +41,7 @@ async def collect_on(state: State, collector: Collector, tier: Tier) -> Collecte
 
 
 async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str]) -> int:
-    """Copy live chunks of some packs into new ones, and refer to the new ones alone; the bytes written."""
+    """Copy live chunks of some packs into new ones, and refer only to these; returns the bytes written."""
     written = 0
     users = await collector.users_of(tier, packs)
     for step in users:

@@ -133,7 +133,7 @@ async def _repair_slab(
 async def _repair_packs(
     state: State, collector: Collector, step: StepId, tier: Tier, chunks: dict[bytes, Damage]
 ) -> list[Unrepaired]:
-    """Packs are immutable: the chunks go into a new one, and the step's index points there from then on."""
+    """Write intact bytes of chunks into a new pack, and commit an index that points there: packs are immutable."""
     lost: dict[bytes, Extent] = {}
     origin: dict[bytes, tuple[str, int]] = {}
     left: list[Unrepaired] = []
