@@ -24,13 +24,13 @@ from tieredckpt.format.casts import cast
 __all__ = ["Arrays", "Dtypes", "StepContent", "Took"]
 
 Arrays = Iterator[tuple[ArrayInfo, npt.NDArray[Any]]]
-"""Each array, or piece of one, with what is known of the array; it is free to go once the next one is asked for."""
+"""Each array, or piece of one, with its description; its memory may be reused once the next one is asked for."""
 
 Dtypes = Mapping[str, np.dtype[Any]]
 """The dtype that arrays are wanted in, by their keys."""
 
 Took = Callable[[ArrayInfo, npt.NDArray[np.uint8]], object]
-"""Is told of bytes of an array that were written."""
+"""Called with bytes of an array that were written."""
 
 _PIECE = 16 << 20
 """Bytes of a piece at most."""
@@ -100,7 +100,7 @@ class StepContent(ABC):
             file.write(data)
 
     def folders(self) -> Iterator[tuple[Path, str]]:
-        """Where local files hold the step, for who links them: nowhere, where that is not known."""
+        """Where local files hold the step, for exports that link them; nothing if that is not known."""
         yield from ()
 
     def tree(self) -> Any:

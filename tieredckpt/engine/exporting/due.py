@@ -25,7 +25,7 @@ _log = logging.getLogger("tieredckpt")
 
 
 def tier_name(export: ExportConfig) -> str:
-    """What policies see an export as."""
+    """Name of the tier that policies see an export as."""
     return f"exports.{export.name}"
 
 

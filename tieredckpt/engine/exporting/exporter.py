@@ -66,7 +66,7 @@ class _Export:
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that cannot be exported, whatever time passes."""
     told: set[StepId] = field(default_factory=set)
-    """Those of them that `Exporter.drained` has raised the error of: nobody waits for them again."""
+    """Steps of ``stuck`` whose error `Exporter.drained` has raised: it does not raise that again."""
     health: Health = field(default_factory=Health)
     busy: StepId | None = None
     hanging: asyncio.Future[None] | None = None
@@ -90,7 +90,7 @@ class Exporter:
         self._state, self._repair = state, repair
         self._inventory = Inventory(state)
         self._blocks: Blocks | None = None
-        """For one export after the other."""
+        """Memory that one export after the other uses."""
         self._exports = [_Export(each, format_named(each.format), _place_of(state, each)) for each in exports]
         self._rests = 0
         """How often nothing was found due, or everything that is due has failed."""
@@ -239,7 +239,7 @@ class Exporter:
         )
 
     async def _content(self, export: _Export, index: StepIndex, reading: Reading, blocks: Blocks) -> HeldStep:
-        """What is exported of a step. Raises `Invalid`, naming a key or part that it has not."""
+        """The leaves of a step that are exported. Raises `Invalid`, naming a key or part that the step lacks."""
         config, step = export.config, reading.step
         await self._state.ram_gate.quiet()
         chosen: list[tuple[str | None, Sequence[str] | None]]
@@ -314,8 +314,8 @@ class Exporter:
     # -- looking ------------------------------------------------------------------------------------------
 
     async def drained(self) -> None:
-        """Return when nothing more is due. Raises the error of an export that lacks a step; of one that it will never
-        have, once."""
+        """Return when nothing more is due. Raises the error of an export that lacks a due step; if it can never make
+        the step, only once."""
         before = self._rests
         self._waiters += 1
         try:

@@ -100,14 +100,14 @@ class Folder:
 
     Args:
         path: of the folder; made when it is needed.
-        owner: gives what tells apart what several stores leave unfinished in one folder. It is asked when it is
-            needed, for a new store has no identity before its first save.
+        owner: gives the name by which a store knows its own unfinished exports in a folder of several stores. It is
+            called when needed, for a new store has no identity before its first save.
     """
 
     def __init__(self, path: Path, owner: Callable[[], str]) -> None:
         self._path, self._owner = path, owner
         self._turn = threading.Lock()
-        """Held by the thread that works here: none deletes what another one renames, which was left behind."""
+        """Held by the thread that works here: no thread may delete what one that was left behind still renames."""
 
     @property
     def _prefix(self) -> str:
@@ -116,7 +116,7 @@ class Folder:
     async def run(
         self, what: str, function: Callable[..., T], *arguments: object, within: float = _ANSWERS_WITHIN
     ) -> T:
-        """``function(*arguments)`` on a thread, which is left behind if the file system hangs."""
+        """Run ``function(*arguments)`` on a thread, which is left behind if the file system hangs."""
         left = threading.Event()
         try:
             return await left_behind_after(within, str(self._path), what, self._in_turn, left, function, *arguments)
@@ -185,7 +185,7 @@ class Folder:
 
 
 def _record_in(folder: Path) -> Record | None:
-    """What an export says of itself; None for a folder that is none."""
+    """The record of an export; None for a folder that is no export."""
     with suppress(FileNotFoundError, NotADirectoryError, Corrupt), (folder / RECORD).open("rb") as file:
         return places.decode(file.read(LARGEST_RECORD), str(folder / RECORD))
     return None
@@ -207,7 +207,7 @@ def _mapped(where: Path, function: Callable[..., T], *arguments: object) -> T:
 
 
 def mapped(error: Exception, where: str) -> TieredCkptError:
-    """What an error of a file system, or of a format's library, means for an export."""
+    """Map an error of a file system, or of a format's library, to one of this library."""
     if isinstance(error, TieredCkptError):
         return error
     if isinstance(error, Stopped):
@@ -227,7 +227,7 @@ def mapped(error: Exception, where: str) -> TieredCkptError:
 def flush_tree(path: Path, only: str | None = None, *, forget: bool = False) -> None:
     """Flush a file, or the files of a folder (or ``only`` one of them), to the device, and the folders too.
 
-    With ``forget`` they leave the memory, so that what is read back comes from the device.
+    ``forget``: drop them from the page cache, so that what is read back comes from the device.
     """
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     for file in files:

@@ -64,7 +64,7 @@ class Reading:
     def __init__(self, state: State, step: StepId, repair: Repair) -> None:
         self._state, self.step, self._repair = state, step, repair
         self._turn = asyncio.Lock()
-        """Held by who reads, and by who lets go of the tier."""
+        """Held while the step is read, and while its tier is released."""
         self._pinned = AsyncExitStack()
         self._source: StepSource | None = None
         self._not_from_ram = False
@@ -150,13 +150,13 @@ class _Target(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def filling(self, array: npt.NDArray[Any]) -> Target:
-        """What fills an array of that shape and dtype."""
+        """The target that fills ``array``, with a cast if the step has another dtype."""
         stored = dtype_from_name(self.info.dtype)
         return array if stored == self.dtype else CastTarget(array, stored)
 
 
 class _Part(NamedTuple):
-    """What is read together, and where in a block it lies."""
+    """Targets that are read together, and their place in a block."""
 
     targets: list[_Target]
     arrays: list[npt.NDArray[Any]]
@@ -198,9 +198,9 @@ class HeldStep(StepContent):
         """The one of `_asked` that the thread waits for."""
         self._ended = threading.Event()
         self._given, self._given_at = 0, time.monotonic()
-        """Bytes that the format was given at a time, at most, and when it was given some last."""
+        """The most bytes that the format got at a time, and when it got some last."""
         self._unflushed = 0
-        """Bytes that its library may flush at its end alone."""
+        """Bytes that the format's library may flush only at its end."""
 
     def _tree(self) -> Any:
         return plain_tree(self._structure, array_spec)
@@ -223,7 +223,7 @@ class HeldStep(StepContent):
             self._blocks.give_back(part.block)
 
     def write_to(self, file: Output, arrays: Sequence[ArrayInfo], dtypes: Dtypes, took: Took) -> None:
-        """See `StepContent.write_to`. A file of blocks writes from where the threads that read have put the bytes."""
+        """See `StepContent.write_to`. A `StreamedFile` writes from the block that the bytes were read into."""
         if not isinstance(file, StreamedFile) or sys.byteorder == "big":
             super().write_to(file, arrays, dtypes, took)
             return
@@ -233,10 +233,10 @@ class HeldStep(StepContent):
     def _parts(
         self, arrays: Sequence[ArrayInfo], dtypes: Dtypes, at: int = 0, unit: int = _ALIGNMENT
     ) -> Iterator[_Part]:
-        """The arrays part by part, each in a block of its own, which is who asked's from then on.
+        """Read the arrays part by part, each into a block of its own, which belongs to the caller from then on.
 
-        The first begins ``at``, and each at the offset in a page where the one before ended; in them arrays begin at
-        multiples of ``unit``.
+        The first part begins ``at`` that offset of its block, each later one at the offset in a page where the one
+        before ended. In a part, arrays begin at multiples of ``unit``.
         """
         most = min(limits.in_force.export_part, BLOCK)
         batched = batches(self._targets(arrays, dtypes, most), lambda target: _up(target.nbytes, unit), most)
@@ -301,14 +301,14 @@ class HeldStep(StepContent):
         self._given, self._given_at = max(self._given, nbytes), time.monotonic()
 
     def hangs_in(self) -> float:
-        """Seconds until the format counts as hanging: it has asked for nothing since it was given what it writes."""
+        """Seconds until the format counts as hanging, unless it asks for more or ends before."""
         if self._awaited is not None:
             return limits.in_force.export_silence  # it waits for tiers, which have limits of their own
         writing = self._given / limits.in_force.export_rate + self._unflushed / limits.in_force.export_flush_rate
         return self._given_at + limits.in_force.export_silence + writing - time.monotonic()
 
     def give_up(self) -> None:
-        """End what the thread waits for, and all that it asks for later; on the loop."""
+        """Cancel the reads that the thread waits for, and refuse later ones; on the loop."""
         self._ended.set()
         for asked in tuple(self._asked):
             asked.cancel()
@@ -319,9 +319,9 @@ class HeldStep(StepContent):
 
 
 def _cut(index: StepIndex, key: str, shape: tuple[int, ...], itemsize: int, most: int) -> Grid:
-    """Ranges of an array that are read together, of items of so many bytes, of ``most`` bytes each.
+    """Divide an array, of items of so many bytes, into ranges of at most ``most`` bytes that are read together.
 
-    Where it is stored whole they are whole chunks, for each is verified.
+    If the array is stored whole, a range is of whole chunks, for each chunk is verified.
     """
     blocks = index.blocks(key)
     if len(blocks) == 1 and (stored := index.arrays[blocks[0][1]].grid).shape == shape:

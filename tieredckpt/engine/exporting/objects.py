@@ -1,4 +1,4 @@
-"""Exports in an object store: files first, and last the one without which readers of the format find nothing."""
+"""Exports in an object store: the file without which readers of the format find nothing is written last."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ _SENT_WITHIN = 150.0
 
 
 async def open_place(tier: TierConfig) -> tuple[BlobStore, BlobStore]:
-    """Open a place for exports: the store, for streams, which come once; and the same with verbs that are repeated, and
-    end in time.
+    """Open a place for exports: its blob store, for streams, and the same with retries and deadlines, for other calls.
 
-    Raises `Invalid` for one that takes no streams.
+    A stream cannot be repeated. Raises `Invalid` for a store that takes no streams.
     """
-    # Exports need no exclusive put, which is what would be tried out, and leave a file.
+    # Opening to write would try out an exclusive put, which exports do not need and which leaves a file.
     store = await kind_of(tier).open(tier, read_only=True)
     if not isinstance(store, PutStream):
         await store.close()
@@ -89,14 +88,14 @@ class _StreamedObject:
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     def give_up(self) -> None:
-        """Make the thread raise instead of waiting for what nobody sends any more, and `pieces` as well."""
+        """Make the thread, and `pieces`, raise instead of waiting for each other."""
         self._given_up = True
         self._room.release(_WAITING)
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, None)
 
     async def pieces(self) -> AsyncIterator[bytearray]:
-        """What is to be sent, on the loop. Raises `Closed` for a file that is not complete: its upload is aborted."""
+        """Yield what is to be sent, on the loop. Raises `Closed` for an incomplete file: its upload is aborted."""
         while (piece := await self._pieces.get()) is not None and not self._given_up:
             yield piece
             self._room.release()
@@ -112,7 +111,7 @@ class ObjectFiles:
     def __init__(self, store: BlobStore, folder: str, loop: asyncio.AbstractEventLoop) -> None:
         self._store, self._folder, self._loop = store, folder, loop
         self.begun: list[str] = []
-        """Also the file that failed: the server may have it none the less."""
+        """All files that were begun, also one that failed: the server may have it all the same."""
         self.written: list[str] = []
         self.nbytes = 0
         self._now: _StreamedObject | None = None
@@ -215,7 +214,7 @@ class Objects:
         return found
 
     async def _record(self, step: int) -> Record | None:
-        """What the export of a step says of itself, whole or not; None where there is none that can be read."""
+        """The record of the export of a step, complete or not; None if none can be read."""
         key = f"{places.folder_name(step)}/{RECORD}"
         try:
             record = places.decode(await (await self._open()).get(key, limit=LARGEST_RECORD), key)

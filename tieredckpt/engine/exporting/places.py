@@ -1,8 +1,8 @@
 """Where exports go: a folder, or a place in an object store. An export there is whole, or readers do not find it.
 
-Each is a folder ``step-STEP`` with the files of the format and `RECORD`, which tells whose export it is. A folder is
-written under another name and renamed. In an object store the format's last file commits the others, and the record
-says before the first of them that they are to come.
+Each is a folder ``step-STEP`` with the files of the format and `RECORD`, which names the store that made the export. A
+folder is written under another name and renamed. In an object store the format's last file commits the others, and a
+record that is not `complete` announces them before the first is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tieredckpt.errors import Conflict, Corrupt
 __all__ = ["RECORD", "Place", "Record", "Writing", "decode", "encode", "folder_name", "number_of", "other_than"]
 
 RECORD = "tieredckpt.json"
-"""The file of an export that tells whose it is."""
+"""The file of an export that names its store."""
 LARGEST_RECORD = 16 << 20
 """Bytes."""
 
@@ -30,7 +30,7 @@ _NAME = "step-"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What an export says of itself."""
+    """The record of an export: its step, its store and its files."""
 
     export: str
     """Its name in the configuration."""
@@ -76,12 +76,12 @@ class Place(Protocol):
     """Where the exports of one table ``[exports.NAME]`` are. Lives on the engine's loop; raises `TieredCkptError`."""
 
     async def exported(self) -> Mapping[int, Record]:
-        """The exports that are there and whole, by step, of whichever store; what was left unfinished goes."""
+        """The complete exports there, by step, of any store; a folder also loses what this store left unfinished."""
 
     def writing(self, record: Record, before: Record | None, blocks: Blocks) -> AbstractAsyncContextManager[Writing]:
-        """Write an export, in the place of ``before`` if that is one; nothing of it is left if the block raises.
+        """Write an export in the block, in place of ``before`` if that is given; nothing is left if the block raises.
 
-        ``blocks`` is memory for files. In an object store, what is left if it raises is found by no reader.
+        In an object store, files may be left then, but readers do not find them. ``blocks`` is memory for files.
         """
 
     async def delete(self, record: Record) -> None:
@@ -92,12 +92,12 @@ class Place(Protocol):
 
 
 def folder_name(step: int) -> str:
-    """What the export of a step is called."""
+    """Folder name of the export of a step."""
     return f"{_NAME}{step}"
 
 
 def number_of(name: str) -> int | None:
-    """The step of an export that is called so; None for what is none."""
+    """The step of an export whose folder has that name; None if the name is of no export."""
     number = name.removeprefix(_NAME)
     fits = name.startswith(_NAME) and number.isascii() and number.isdecimal() and len(number) <= 18
     return int(number) if fits and str(int(number)) == number else None
@@ -116,5 +116,5 @@ def decode(data: bytes, where: str) -> Record:
 
 
 def other_than(where: str) -> Conflict:
-    """The refusal to replace what is no export of this store."""
+    """The error for a place that holds something else than an export of this store."""
     return Conflict(f"{where} exists and is no export of this store; move it away, or give the export another place")
