@@ -2,7 +2,7 @@
 
 When a wait in gloo runs out of time, gloo closes all connections of that group. In a group of all ranks, one that
 hangs would cut off the living from each other; in a group of two it cuts off itself. There is no other way to end a
-wait early, so that is how it is done here. It may come late, hence gloo sees memory of our own alone.
+wait early, so this module does it that way. The end may come late, so gloo sees only memory of this module.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Lane:
         self._number = 0
 
     def piece(self) -> torch.Tensor:
-        """The memory for a piece; so many are under way that the one before with the same memory is not."""
+        """Memory for a piece: at most `_PIECES_AHEAD` are under way, so the last piece in it is not."""
         if len(self._pieces) < _PIECES_AHEAD:
             self._pieces.append(torch.empty(_PIECE, dtype=torch.uint8))
         self._number += 1
@@ -173,7 +173,7 @@ class GlooBulk:
                 self._end_waits(making.result(), peer)
 
     def _end_waits(self, group: Any, peer: int) -> None:
-        """Run out of time in the group: gloo closes the connection, and every wait for it fails."""
+        """Time out a wait in the group: gloo then closes the connection, and every wait for it fails."""
         with suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8)
             group.recv([nothing], _place(peer, self.rank), _END_TAG).wait(timedelta(milliseconds=1))

@@ -374,7 +374,7 @@ class _Idle:
         self._since = time.monotonic()
 
     def over(self) -> None:
-        """Something has come, or will soon."""
+        """Note that something has come, or will soon."""
         self._since = time.monotonic()
 
     @property

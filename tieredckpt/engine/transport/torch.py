@@ -48,7 +48,7 @@ class TorchCommunicator(Mailbox):
         self._gloo: GlooBulk | None = None
 
     async def open(self, *, timeout: float) -> None:
-        """Meet the others; bulk is had where every rank could reach the next one by gloo."""
+        """Meet the others; `bulk` is set if every rank could reach its neighbours by gloo."""
         deadline = time.monotonic() + timeout
         await super().open(timeout=timeout)
         if not self._wants_bulk or self.size == 1:
@@ -113,7 +113,7 @@ class StoreCarrier:
         self._aside = Aside("tieredckpt store of torch")
         self._seen: dict[str, int] = {}
         self._due: dict[str, set[int]] = {}
-        """By mailbox, what was counted and not taken: who counted it has not set it yet, or died in between."""
+        """By mailbox, the messages counted but not taken: the sender has not set them yet, or died in between."""
         self._kept: dict[str, list[bytes]] = {}
         """By mailbox, what was taken by a call that failed or came too late."""
 
