@@ -50,7 +50,7 @@ class _Asked:
 
 
 class AgentClient:
-    """One store's end. Lives on the engine's loop; the RAM tier is open while it is."""
+    """The trainer's end of the connection. Lives on the engine's loop, while the RAM tier is open."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -62,7 +62,7 @@ class AgentClient:
         self._absent: TieredCkptError | None = None
         """The reason why there is no agent although there should be one."""
         self._changed = Notification()
-        """Beats when an agent comes or goes."""
+        """Notified when an agent comes or goes."""
         self._starter = Supervisor(
             state.config, lambda: self._folder, lambda: self._wire is not None, self._changed, self._tell_absence
         )
@@ -82,7 +82,7 @@ class AgentClient:
         return Path(self._state.tiers[0].store.location)
 
     async def open(self) -> None:
-        """Connect to an agent, or start one. Raises `Conflict` and `Invalid` of one that cannot be this store's."""
+        """Connect to an agent, or start one. Raises `Conflict` or `Invalid` if the agent cannot be this store's."""
         for tier in self._slower():
             tier.remote.pin = partial(self._pinned, tier)
         ram = self._state.tiers[0]
@@ -181,7 +181,7 @@ class AgentClient:
         self._state.changed.notify()
 
     async def _talk_to(self, wire: Wire) -> None:
-        """Hear an agent until it has gone."""
+        """Apply the messages of an agent until it has gone."""
         state, ram = self._state, self._state.tiers[0].ram
         try:
             if state.identity.marker is None or ram is None:
@@ -329,10 +329,10 @@ class AgentClient:
         progress: Callable[[int], None] | None = None,
         again: bool = True,
     ) -> M:
-        """The agent's response, of that type; if the agent dies meanwhile, the response of the next one.
+        """Send a request to the agent and return its response, of type ``kind``; if the agent dies, ask the next one.
 
-        Raises the agent's errors; `TierUnavailable` when there is none, when one died that is not to be asked
-        ``again``, or several did, one after the other: it may be what they were asked that ends them.
+        Raises the agent's errors; `TierUnavailable` if there is no agent, if it died and ``again`` is False, or if
+        several died, one after the other: the request may be what ends them.
         """
         agents = limits.in_force.agents_asked if again else 1
         for _ in range(agents):

@@ -1,4 +1,4 @@
-"""Agents as processes: how a store starts one, and how it is seen that one lives.
+"""Agents as processes: how a store starts one, and finds out whether one lives.
 
 An agent holds the lock of ``agent.lock`` in the RAM tier's folder. It has a session of its own, so that neither the
 end of the trainer nor an interrupt at its terminal ends it.
@@ -86,10 +86,10 @@ class AgentProcess:
 
 
 def claim(folder: Path) -> int:
-    """Become the agent of a folder: the descriptor that says so, for `tieredckpt.blobs.locks.let_go`. Blocking.
+    """Become the agent of a folder; returns the descriptor of its lock, for `tieredckpt.blobs.locks.let_go`. Blocking.
 
     Raises:
-        Conflict: another one is.
+        Conflict: the folder has an agent already.
         FileNotFoundError: there is no such folder.
     """
     refusal = "the RAM tier at {} has an agent already, {}; end that one first, or leave the work to it"

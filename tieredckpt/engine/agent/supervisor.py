@@ -47,7 +47,7 @@ class Supervisor:
         self._changed, self._absent = changed, absent
         self._process: AgentProcess | None = None
         self.refused: TieredCkptError | None = None
-        """Why the last one could not work, by its own word."""
+        """Why the last agent could not work, as it has said."""
 
     async def run(self) -> None:
         """Work until cancelled."""
