@@ -146,8 +146,8 @@ class ReplicasDiffer(Event):
 
     A rank's memory or computation is wrong, or the array is not replicated. ``ranks`` are those that differ from the
     majority (more than half of the ranks); without a majority, all that have the array. ``key`` is the first such array
-    by name, ``more`` counts further ones of the same ranks. If the step is not committed, a `CommitFailed` follows;
-    what each rank or node stores whole is never committed so, whatever the settings say.
+    by name, ``more`` counts further ones of the same ranks. If the step is not committed, a `CommitFailed` says so; if
+    each rank or node stores the array whole, it never is, whatever the settings say.
     """
 
     step: int
