@@ -256,7 +256,7 @@ class Engine:
         self.prepare_memory(nbytes // self.state.membership.size)
 
     def prepare_memory(self, snapshot: int = 0) -> None:
-        """Allocate and map RAM in the background: what is expected, and at least two snapshots of so many bytes.
+        """Allocate and map RAM in the background: what is expected, and room for two snapshots of so many bytes.
 
         So a save finds room beside the one before, which may still be on its way to other tiers.
         """

@@ -52,7 +52,7 @@ class Wire:
         """The holder of a lease, should the process die."""
         self._reader, self._writer = reader, writer
         self._coming: int | None = None
-        """Length of the frame of which no more has been read than that."""
+        """Length of the next frame, if it has been read, and the frame has not."""
 
     async def read(self, kind: type[M] | object, within: float | None = None) -> M:
         """The next frame. Raises `Parted`; `Silent` when none comes ``within`` so many seconds, and may come yet."""

@@ -39,8 +39,8 @@ def next_due(
 ) -> StepId | None:
     """The newest step that is to be exported: on the branch, held, not exported, and wanted.
 
-    A step that ``keep`` would let go at once is not exported: neither by itself, nor beside all others that are
-    wanted, of which ``keep`` is asked once. A policy that raises is logged, and asks for nothing.
+    A step that ``keep`` would let go at once is not exported: ``keep`` is asked about all wanted steps together, and
+    about the step alone. A policy that raises is logged, and asks for nothing.
 
     Args:
         state: of the engine.

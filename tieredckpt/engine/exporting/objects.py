@@ -230,7 +230,7 @@ class Objects:
             known = await self._record(record.step)
             if known is None or known.store != record.store:
                 raise places.other_than(f"{folder} at {self._tier.location}")
-            # Also what an export that did not end has left, of which readers find nothing.
+            # Also files that an export left unfinished, which readers do not find.
             await self._delete(known, there)
         await self.put(record)
         assert self._opened is not None

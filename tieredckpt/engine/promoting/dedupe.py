@@ -69,7 +69,7 @@ async def _refer_to_intact(
         unproven -= verified
         tier.packs.verified |= verified
     doubted = unproven | (tier.packs.duplicates.keys() & sizes.keys())
-    # Not of scratch memory, all of which a save that asks may have.
+    # Not of scratch memory: a save that calls this may have all of it.
     memory = np.empty(max((sizes[digest] for digest in doubted), default=0), dtype=np.uint8)
     for digest in doubted:
         known = tier.packs.index.get(digest)

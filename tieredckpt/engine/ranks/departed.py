@@ -41,7 +41,7 @@ class Departed:
         self._untold += untold
 
     async def forget(self, steps: StepNumbers) -> None:
-        """At rank 0: evict steps from RAM of which another rank has dropped its part."""
+        """At rank 0: evict steps from RAM after another rank has dropped its part of them."""
         first = self._state.tiers[0]
         for serial, step in steps:
             found = StepId(serial, step)

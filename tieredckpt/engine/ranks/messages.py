@@ -82,7 +82,7 @@ class Opened(msgspec.Struct, frozen=True):
     """Answer of rank 0 when all ranks have opened their tiers."""
 
     whole: tuple[StepRecord, ...]
-    """Steps of which all parts are in the ranks' RAM, without the structures."""
+    """Steps that are whole in the RAM of the ranks, without the structures."""
     kept: tuple[tuple[int, int], ...]
     """Serial and step of the steps that have parts in RAM, and that a shared tier holds."""
     last_serial: int

@@ -41,8 +41,7 @@ class Held:
 class HeldSteps(dict[StepId, Held]):
     """The steps that a tier holds, and which of them came or went since somebody asked.
 
-    Changed on the engine's loop; `news` may be taken by another thread, of which there is one at a time for each
-    listener.
+    Changed on the engine's loop. Another thread may call `news`, but only one at a time for each listener.
     """
 
     def __init__(self) -> None:

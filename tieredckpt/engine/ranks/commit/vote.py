@@ -243,7 +243,7 @@ class Votes:
             await self._commit_streamed(step, tier, parts)
 
     async def part_dropped(self, rank: int, step: StepId) -> None:
-        """Abort the vote on a step of which a rank has dropped its part, or count the step as not held any more."""
+        """Act on a rank that has dropped its part of a step: abort the vote, or count the step as not held any more."""
         if step in self._state.tiers[0].steps.held:
             await self._departed.forget(((step.serial, step.step),))
         else:

@@ -55,7 +55,7 @@ def replica_folder(own: Path, rank: int) -> Path:
 
 
 class _Has(msgspec.Struct, array_like=True, frozen=True):
-    """The steps of which a rank has parts: its own parts, and those of other ranks, by rank."""
+    """The steps that a rank has parts of: its own parts, and those of other ranks, by rank."""
 
     own: list[StepId]
     kept: dict[int, list[StepId]]
