@@ -1,8 +1,8 @@
-"""Trees and leaves: a tree of any framework as a structure and arrays, and back.
+"""Convert trees of any framework to a structure and arrays, and back.
 
-`flatten` takes a tree apart, `unflatten` puts it together from plain containers, `match` and `Match.build` in
-the image of a given tree, `select` chooses a part. `arrays` knows what an array is and where its bytes are, `casts`
-what a value becomes in another dtype, and `copies` copies arrays near their device.
+`flatten` takes a tree apart. `unflatten` rebuilds it from plain containers; `match` and `Match.build` rebuild it in the
+types of a given tree. `select` chooses a part. `arrays` recognizes arrays and finds their bytes, `casts` converts
+values to other dtypes, and `copies` copies arrays near their device.
 """
 
 from __future__ import annotations

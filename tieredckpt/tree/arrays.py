@@ -54,11 +54,11 @@ _FILLABLE = attrgetter("flags.carray")
 """Whether an array is writable, aligned and C-contiguous."""
 
 MadeAs = Literal["saved", "numpy", "torch", "jax"]
-"""The kind of the arrays that are made without an example: what each was, or one for all."""
+"""Kind of array that a restore without ``like`` makes: the saved kind of each, or one kind for all."""
 
 
 def load_frameworks() -> None:
-    """Import what handles the arrays of torch and jax where those are loaded: later a descriptor may be missing."""
+    """Import the modules for torch and jax arrays if their framework is loaded: later a descriptor may be missing."""
     if "torch" in sys.modules:
         from tieredckpt.tree import torch_leaves, torch_shards  # noqa: F401
     if "jax" in sys.modules:
@@ -135,9 +135,9 @@ def device_view(leaf: ArrayLeaf) -> tuple[Device, Any] | None:
 def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
     """The array on the host, of the leaf's shape and dtype.
 
-    No copy of what lies in CPU memory, in whatever layout it lies; arrays of a device that has no `device_view` come
-    through their framework's copy. The view of a mutable leaf follows its changes. Raises `Invalid` when a jax array
-    was donated or deleted since the leaf was made.
+    Arrays in CPU memory are not copied, in any layout. Arrays of a device that has no `device_view` are copied by their
+    framework. The view of a mutable leaf follows its changes. Raises `Invalid` when a jax array was donated or deleted
+    since the leaf was made.
     """
     match leaf.kind:
         case "torch":
@@ -154,9 +154,10 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
 
 
 def host_reader(leaf: ArrayLeaf) -> Callable[[tuple[slice, ...]], npt.NDArray[Any]] | None:
-    """What gives a box of an array on the host, where `host_view` would copy all of it; None where it would not.
+    """A function that reads one box of an array to the host, where `host_view` would copy all of it; else None.
 
-    jax arrays on other devices than CPUs, or of several devices. Any thread may call it; it raises as `host_view`.
+    Such arrays are jax arrays on other devices than CPUs, or on several devices. Any thread may call the function; it
+    raises as `host_view`.
     """
     if leaf.kind not in ("jax", "jax-key"):
         return None
@@ -246,10 +247,10 @@ def writable_arrays(leaves: Sequence[ArrayLeaf]) -> dict[str, npt.NDArray[Any]] 
 def restored(template: ArrayLeaf, array: Filled) -> object:
     """``array`` as the kind of array that ``template`` is an example of.
 
-    Memory of a device, which was filled, is that of the result.
+    A `DeviceTarget`, which was filled, becomes the memory of the result.
 
-    NumPy arrays and torch CPU tensors share the memory of ``array``, jax arrays may, so it belongs to the
-    result from here on. A read-only ``array`` is copied for torch and jax, which know no read-only memory.
+    NumPy arrays and torch CPU tensors share the memory of ``array``, and jax arrays may share it, so the result owns it
+    from here on. A read-only ``array`` is copied for torch and jax, which know no read-only memory.
     """
     if template.kind == "torch":
         from tieredckpt.tree import torch_leaves
@@ -269,7 +270,7 @@ def restored(template: ArrayLeaf, array: Filled) -> object:
 
 
 def load_kinds(nodes: Iterable[ArrayNode], kind: MadeAs) -> None:
-    """Import what makes the arrays of ``nodes``. Raises `Invalid`, naming one, where its framework is not installed."""
+    """Import the frameworks that `made` needs for ``nodes``. Raises `Invalid`, naming a leaf, if one is missing."""
     for wanted, key in {made_as(node, kind): node.key for node in nodes}.items():
         try:
             if wanted == "torch":
@@ -284,10 +285,10 @@ def load_kinds(nodes: Iterable[ArrayNode], kind: MadeAs) -> None:
 
 
 def made(node: ArrayNode, array: npt.NDArray[Any], kind: MadeAs) -> object:
-    """``array``, which a step has for ``node``, as an array of that kind, on the framework's default device.
+    """The stored ``array`` of ``node`` as an array of ``kind``, on the framework's default device.
 
-    NumPy scalars stay such, and of a typed PRNG key NumPy and torch have the data. Memory is shared as by `restored`.
-    Raises `Invalid`, naming the key, for a dtype that the framework has not.
+    NumPy scalars stay NumPy scalars. In NumPy and torch, a typed PRNG key becomes its data. Memory is shared as by
+    `restored`. Raises `Invalid`, naming the key, for a dtype that the framework does not have.
     """
     match made_as(node, kind):
         case "torch":
@@ -305,7 +306,7 @@ def made(node: ArrayNode, array: npt.NDArray[Any], kind: MadeAs) -> object:
 
 
 def made_as(node: ArrayNode, kind: MadeAs) -> Kind:
-    """What `made` makes."""
+    """The kind of array that `made` makes."""
     if kind == "saved" or node.kind == "numpy-scalar" or (kind == "jax" and node.kind == "jax-key"):
         return node.kind
     return kind

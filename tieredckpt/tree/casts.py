@@ -1,4 +1,4 @@
-"""Casts of saved values to another dtype of ``like``, between arrays without dimensions and scalars too."""
+"""Cast saved values to another dtype of ``like``, also between scalars and arrays without dimensions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tieredckpt.tree.device_target import DeviceTarget, Filled
 __all__ = ["as_array", "cast", "castable", "fits_array", "fits_scalar"]
 
 _SATURATING = {np.dtype(ml_dtypes.float4_e2m1fn): 7.0}
-"""Dtypes of which ml_dtypes gives the largest value for what is beyond it, and where that begins."""
+"""Dtypes that ml_dtypes saturates: the magnitude from which on a value becomes the largest one."""
 _KINDS = {"bool": BoolNode, "int": IntNode, "float": FloatNode, "complex": ComplexNode}
 
 
@@ -31,7 +31,7 @@ def castable(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 def cast(key: str, array: Filled, dtype: np.dtype[Any]) -> Filled:
     """``array`` in ``dtype``: floats rounded to the nearest, integers as they are.
 
-    Raises `Invalid`, naming ``key``, for a value that ``dtype`` does not reach, and for what is not `castable`.
+    Raises `Invalid`, naming ``key``, for a value out of the range of ``dtype``, and for dtypes that are not `castable`.
     """
     if array.dtype == dtype:
         return array
@@ -81,7 +81,7 @@ def as_array(stored: Node, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def fits_scalar(like: Node, stored: ArrayNode) -> bool:
-    """Whether the array ``stored`` becomes a scalar as ``like`` is one: one number, of that kind."""
+    """Whether the array ``stored`` can become a scalar like ``like``: it is one number of that kind."""
     if stored.shape or stored.prng is not None:
         return False
     return isinstance(like, _KINDS.get(_kind(dtype_from_name(stored.dtype)), ()))
@@ -103,7 +103,7 @@ def _nearest(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def _same_class(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> bool:
-    """Whether each number is finite in both, infinite in both, or none in both, and none is beyond the largest."""
+    """Whether each number is finite, infinite or NaN in both arrays alike, and no number saturates."""
     for one, other in zip(_parts(before), _parts(after), strict=True):
         same = np.isfinite(one) == np.isfinite(other)
         same &= np.isnan(one) == np.isnan(other)

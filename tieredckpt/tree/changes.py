@@ -14,7 +14,7 @@ __all__ = ["before_each_step", "held", "stamp", "version"]
 
 
 def version(leaf: ArrayLeaf) -> int | None:
-    """A number that grows with every change of the array through its framework; None where that keeps none."""
+    """Version counter, which grows with every change of the array through its framework; None where it keeps none."""
     if leaf.kind == "torch":
         from tieredckpt.tree import torch_leaves
 
@@ -23,9 +23,9 @@ def version(leaf: ArrayLeaf) -> int | None:
 
 
 def held(leaf: ArrayLeaf) -> ArrayLeaf:
-    """The leaf with the memory that it has now, also when the program gives its array other memory later.
+    """A leaf that keeps the array's present memory, even if the program gives the array other memory later.
 
-    ``parameter.data = other`` does that, and no version counter tells.
+    ``parameter.data = other`` does that, and no version counter shows it.
     """
     if leaf.kind != "torch":
         return leaf
@@ -35,9 +35,9 @@ def held(leaf: ArrayLeaf) -> ArrayLeaf:
 
 
 def before_each_step(leaves: Iterable[ArrayLeaf], call: Callable[[], None]) -> Callable[[], None]:
-    """Call ``call`` before whatever is known to change arrays like these: the step of any torch optimizer.
+    """Call ``call`` before each step of any torch optimizer, if ``leaves`` has torch tensors.
 
-    Returns what ends that.
+    Returns a function that stops these calls.
     """
     if not any(leaf.kind == "torch" for leaf in leaves):
         return lambda: None
@@ -47,11 +47,11 @@ def before_each_step(leaves: Iterable[ArrayLeaf], call: Callable[[], None]) -> C
 
 
 def stamp(leaf: ArrayLeaf) -> object:
-    """Address and version of a mutable array; None where they cannot be told.
+    """Address and version of a mutable array; None where they are not known.
 
-    Another stamp means that the array may have changed, or is another one in memory that was freed and taken again. The
-    same one proves nothing: NumPy counts no versions, and torch counts no writes through ``.data`` or through memory
-    that it shares with others.
+    Another stamp means that the array may have changed, or that another array took its freed memory. The same stamp
+    proves nothing: NumPy counts no versions, and torch counts no writes through ``.data`` or through memory that it
+    shares with others.
     """
     if leaf.kind == "torch":
         from tieredckpt.tree import torch_leaves
@@ -67,7 +67,7 @@ def stamp(leaf: ArrayLeaf) -> object:
 
 
 class _Same:
-    """Equal for one object while it lives: what is made at its address later is another one."""
+    """Identity of an object while it lives; unlike `id`, never that of a later object at the same address."""
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -16,6 +16,6 @@ class Codec:
     of: str
     """The name of the type in the format."""
     parts: Callable[[Any], object]
-    """Parts that make an object; `ValueError` or `TypeError` for one that cannot be stored."""
+    """Gives the parts of an object; raises `ValueError` or `TypeError` for one that cannot be stored."""
     make: Callable[[Any], Any]
-    """The object that some parts make; an error that is no system's for parts that make none."""
+    """Makes the object of its parts; for malformed parts it raises any error except those of the system."""

@@ -45,9 +45,9 @@ class Opened:
     names: Sequence[str | int]
     children: Sequence[object]
     make: Callable[[Sequence[Any]], object]
-    """The container again, with other children of the same names and order."""
+    """Makes the container again with other children, of the same names and order."""
     of: str = ""
-    """Of a `TypedNode`, as the next."""
+    """Field of a `TypedNode`, as is ``about``."""
     about: Any = None
 
 
@@ -118,7 +118,7 @@ def node_name(node: Node) -> str:
 
 
 def _plain_names(path: str, keys: Sequence[object]) -> list[str | int] | None:
-    """The names of the children under these keys of a dict; None where a `DictNode` cannot tell the keys by them."""
+    """The names of a dict's children under these keys; None if a `DictNode` cannot tell the keys apart by names."""
     if all(type(key) is str for key in keys):
         return [_checked_name(path, key) for key in keys]
     plain = [_plain_key(key) for key in keys]
@@ -128,7 +128,7 @@ def _plain_names(path: str, keys: Sequence[object]) -> list[str | int] | None:
 
 
 def _plain_key(key: object) -> object:
-    """A key of a subclass of str or int, such as an IntEnum's member, as what it is besides."""
+    """``key`` as a plain str or int, if it is of a subclass such as an IntEnum."""
     if isinstance(key, str):
         return str.__str__(key)
     return int(key) if isinstance(key, int) and not isinstance(key, bool) else key

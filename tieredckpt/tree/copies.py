@@ -20,12 +20,12 @@ Memory = Literal["device", "pinned_host"]
 def copies(leaves: Sequence[ArrayLeaf], memory: Memory) -> tuple[ArrayLeaf, ...]:
     """``leaves`` with copies of everything that the training may change: jax arrays in ``memory``, NumPy's beside them.
 
-    It returns before jax has made its copies; a computation that gets the arrays by donation waits for them. Each
-    array is copied once, and of one that devices have alike, one of them.
+    It returns before jax has made its copies; a computation to which the arrays are donated waits for the copies. Each
+    array is copied once; of an array that several devices replicate, one replica is copied.
 
     Raises:
-        Invalid: a tensor of torch or a `DeviceArray`, which is named; or the devices have no such memory.
-        NoSpace: of the devices' memory.
+        Invalid: a leaf is a torch tensor or a `DeviceArray` (the message names it), or the devices have no such memory.
+        NoSpace: the devices' memory is full.
     """
     others = (leaf.array for leaf in leaves if leaf.kind == "torch" or device_view(leaf) is not None)
     if names := list(dict.fromkeys(others)):

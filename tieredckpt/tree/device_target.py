@@ -1,4 +1,4 @@
-"""Memory of a device that a restore fills, in the place of a NumPy array."""
+"""Device memory that a restore fills directly, in place of a NumPy array."""
 
 from __future__ import annotations
 

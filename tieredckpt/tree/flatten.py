@@ -1,4 +1,4 @@
-"""From a tree to its structure and arrays, and back to plain containers."""
+"""Flatten a tree to its structure and arrays; unflatten them to plain containers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NAMED_IN_ERRORS = (*CONTAINERS, ObjectNode)
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Leaves that several ranks have alike, in pieces that they divide among them."""
+    """Leaves that several ranks hold alike, cut into pieces; each rank stores some of the pieces."""
 
     ranks: tuple[int, ...]
     here: tuple[str, ...]
@@ -61,7 +61,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A tree, flat: its structure, and the arrays that it names in the same order, or what is here of them."""
+    """A flattened tree: its structure, and its arrays in the same order, or the pieces of them that are here."""
 
     structure: Node
     arrays: tuple[ArrayLeaf, ...]
@@ -70,14 +70,14 @@ class Flat:
     replicated: tuple[Replicated, ...] = ()
     """Leaves of which this rank stores a share."""
     form: object = None
-    """Form that trees have in common which differ in values alone; None where it is not known."""
+    """The common form of trees that differ only in values; None where it is not known."""
     ready: Mapping[Device, Event] = field(default_factory=dict)
-    """Of each device that has some of the arrays: when they are what is to be saved."""
+    """For each device that holds some of the arrays: completes when they have the values to save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A tree, flat: its structure, its arrays in the same order, and the opened containers, outermost first."""
+    """A flattened tree: its structure, its arrays in the same order, and the opened containers, outermost first."""
 
     structure: Node
     arrays: tuple[ArrayLeaf | Pieces, ...]
@@ -87,7 +87,7 @@ class Skeleton:
 
     @property
     def leaves(self) -> tuple[ArrayLeaf, ...]:
-        """The arrays, and of those that are given in pieces the pieces."""
+        """The arrays; for an array that is given in pieces, its pieces."""
         found: list[ArrayLeaf] = []
         for array in self.arrays:
             found += (array,) if isinstance(array, ArrayLeaf) else array.leaves
@@ -96,7 +96,7 @@ class Skeleton:
 
 @dataclass(slots=True)
 class _Frame:
-    """A container on the way down: which children are still to come, and the nodes of those that came."""
+    """A container that is being flattened: its pending children, and the nodes of those that are done."""
 
     value: object
     pending: Iterator[tuple[int, str, object]]
@@ -127,7 +127,7 @@ def skeleton(
     as_array: Callable[[str, object], ArrayLeaf | Pieces | None],
     as_object: Callable[[str, object], Node | None] = object_node,
 ) -> Skeleton:
-    """Flatten with ``as_array`` to decide what an array is, and ``as_object`` what a small object."""
+    """Flatten ``tree``; ``as_array`` recognizes arrays, and ``as_object`` small objects."""
     arrays: list[ArrayLeaf | Pieces] = []
     containers: list[Opened] = []
     objects: dict[str, object] = {}
@@ -163,7 +163,7 @@ def skeleton(
             return scalar
         try:
             leaf = as_array(key, value)
-        except OSError as error:  # of the import of what handles torch's or jax's arrays
+        except OSError as error:  # when the modules for torch or jax arrays are imported
             raise Invalid(f"leaf {key!r}: a {_type_name(value)} could not be looked at: {error}") from error
         if leaf is None:
             return enter(path, value)
@@ -189,10 +189,10 @@ def skeleton(
 def unflatten(structure: Node, arrays: Mapping[str, Filled], kind: MadeAs = "numpy", path: str = ROOT) -> object:
     """The tree of ``structure``, at ``path``, in plain containers, with ``arrays`` by key as leaves.
 
-    Lists stay lists and tuples tuples, and what `tieredckpt.tree.typed` and `tieredckpt.tree.objects` know comes back
-    as what it was; dicts, namedtuples, dataclasses and custom containers become dicts of what they hold by name.
-    Arrays are made as ``kind`` says, see `made`. Raises `NotFound` for a missing array, `Corrupt` for one of another
-    dtype or shape and for what is malformed, and `Invalid` for what cannot be made so.
+    Lists stay lists and tuples tuples, and objects that `tieredckpt.tree.typed` and `tieredckpt.tree.objects` know come
+    back as they were. Dicts, namedtuples, dataclasses and custom containers become dicts of their children by name.
+    `made` makes the arrays, of ``kind``. Raises `NotFound` for a missing array, `Corrupt` for one of another dtype or
+    shape and for malformed nodes, and `Invalid` for a leaf or container that cannot be made.
     """
 
     def leaf(node: ArrayNode) -> object:
@@ -204,7 +204,7 @@ def unflatten(structure: Node, arrays: Mapping[str, Filled], kind: MadeAs = "num
 
 
 def plain_tree(structure: Node, leaf: Callable[[ArrayNode], object], path: str = ROOT) -> object:
-    """The tree of ``structure`` as of `unflatten`, with what ``leaf`` makes of each array."""
+    """Unflatten ``structure`` as `unflatten` does; ``leaf`` makes each array."""
     if isinstance(structure, ArrayNode):
         return leaf(structure)
     if isinstance(structure, ObjectNode):

@@ -1,7 +1,7 @@
 """The form of a tree (containers, names, and the shapes and dtypes of arrays), and trees that have it again.
 
-A training saves the same tree over and over, with other values, and restores into it. What `flatten` found out about
-it once is then only compared, column by column, without a call for each leaf where that can be avoided.
+A training saves the same tree over and over with other values, and restores into it. The results of the first `flatten`
+are kept; a later tree is only compared with them, column by column, mostly without a call for each leaf.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = ["Flattener", "Refill"]
 
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _ONE_BY_ONE: Final = ("jax", "jax-key")
-"""Kinds of arrays of which a leaf holds more than can be seen from outside: each is made a leaf for every tree."""
+"""Kinds of arrays whose leaves hold more than `looks` compares: their leaves are made again for every tree."""
 
 
 class Flattener:
-    """Flattens the trees of one training, each by what it has in common with the one before.
+    """Flattens the trees of one training; each reuses what it has in common with the tree before.
 
-    No value of a tree is referred to afterwards. Calls may come from several threads.
+    It keeps no reference to values of a tree. Calls may come from several threads.
     """
 
     def __init__(self) -> None:
@@ -68,10 +68,10 @@ class Flattener:
         return dataclasses.replace(flat, form=self._last)
 
     def refill(self, tree: object, structure: Node) -> Refill | None:
-        """How ``tree`` is filled with a step of that structure, if they differ in values alone; else see `match`."""
+        """How to fill ``tree`` with a step of that structure, if they differ only in values; else None, see `match`."""
         try:
             form = (flat := self.flatten(tree)).form
-        except Invalid:  # such as a leaf that stands for whatever is there
+        except Invalid:  # such as for the placeholder `AS_SAVED`
             return None
         if not isinstance(form, _Form) or (values := form.fitted(tree, structure)) is None:
             return None
@@ -80,7 +80,7 @@ class Flattener:
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """A tree of a known form whose arrays are to be filled; as a `tieredckpt.tree.match.Match` of it."""
+    """A tree of a known form whose arrays are to be filled in place; serves as its `tieredckpt.tree.match.Match`."""
 
     leaves: tuple[ArrayLeaf, ...]
     _form: _Form
@@ -90,13 +90,13 @@ class Refill:
     cast: frozenset[str] = frozenset()
 
     def build(self, arrays: Mapping[str, Filled]) -> object:
-        """Build the tree, as `Match.build`, from arrays that were given: the memory of the tree's own."""
+        """Build the tree, as `Match.build`; ``arrays`` are over the memory of the tree's own."""
         return self._form.rebuilt(self._values, [restored(leaf, arrays[leaf.key]) for leaf in self.leaves])
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A container. The nodes of a tree are numbered level by level, so that the children of one have a range."""
+    """A container. Nodes are numbered level by level, so that the children of a container are one range."""
 
     place: int
     first: int
@@ -200,7 +200,7 @@ class _Form:
         self._places = [place_of[leaf.key] for leaf in arrays]
         self._leaves = [msgspec.structs.replace(leaf, source=None) for leaf in arrays]
         self._about = [list(map(attrgetter(name), arrays)) for name in ("key", "kind", "shape", "dtype", "immutable")]
-        """What the leaves of every such tree have alike, as columns."""
+        """Properties that the leaves of all such trees share, as columns."""
         numbers: dict[Kind, list[int]] = {}
         for number, leaf in enumerate(arrays):
             numbers.setdefault(leaf.kind, []).append(number)
@@ -229,9 +229,9 @@ class _Form:
         return found
 
     def fitted(self, tree: object, structure: Node) -> list[Any] | None:
-        """Everything in ``tree``, which is of this form, by place, with the scalars and objects of a stored structure.
+        """All values of ``tree`` by place, with the scalars and objects of a stored structure.
 
-        None if the structure is of another form, or has what ``tree`` cannot hold.
+        ``tree`` is of this form. None if the structure is of another form, or has a value that ``tree`` cannot hold.
         """
         values, nodes = self._opened(tree), [structure]
         for level in self._levels:

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Level(NamedTuple):
-    """A node of jax's registry: its children by name, and what makes it again with others."""
+    """An opened node of jax's registry: its children by name, and a function that makes it again with others."""
 
     names: list[str | int]
     children: list[object]
@@ -118,9 +118,9 @@ def host_view(leaf: ArrayLeaf) -> npt.NDArray[Any]:
 
 
 def host_reader(leaf: ArrayLeaf) -> Callable[[tuple[slice, ...]], npt.NDArray[Any]] | None:
-    """What gives a box of the array on the host, of one of which jax has no view; None for others.
+    """A function that reads one box of the array to the host, if jax has no view of it there; else None.
 
-    jax keeps nothing of what it copies for that. Any thread may call it; it raises as `host_view`.
+    jax caches no copy for it. Any thread may call the function; it raises as `host_view`.
     """
     if (found := parts(leaf)) is None:
         return None
@@ -148,19 +148,19 @@ def _reading(leaf: ArrayLeaf) -> Iterator[None]:
 
 
 def copies(leaves: Sequence[ArrayLeaf], memory: Literal["device", "pinned_host"]) -> list[jax.Array]:
-    """Copies of the leaves' arrays, which jax makes behind the caller, before it gives their memory to a donation.
+    """Copies of the leaves' arrays; jax makes them asynchronously, before a donation reuses the arrays' memory.
 
     Raises `Invalid` if the devices have no such memory, and `NoSpace` if it has no room.
     """
     of: dict[int, Any] = {id(leaf.source): leaf.source for leaf in leaves}
     for name, array in of.items():
-        if array.is_fully_replicated:  # one of the devices that have it alike suffices
+        if array.is_fully_replicated:  # one of its replicas suffices
             of[name] = array.addressable_data(0)
     try:
         where = [array.sharding for array in of.values()]  # what was offloaded to the host stays there
         if memory == "pinned_host":
             where = [sharding.with_memory_kind(memory) for sharding in where]
-        # Aliases would go with the arrays, such as of what lies in pinned memory already.
+        # An alias, such as of an array in pinned memory, would be donated together with the array.
         made = jax.device_put(list(of.values()), where, may_alias=False)
     except (ValueError, NotImplementedError) as error:
         raise Invalid(f"capture={memory!r}: jax has no such memory on these devices: {error}") from error
@@ -190,7 +190,7 @@ def restored(template: ArrayLeaf, array: npt.NDArray[Any]) -> jax.Array:
 
 
 def _as_weak(like: jax.Array | jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
-    """``array`` weakly typed if ``like`` is, as what began as Python's 0; jax would compile anew for it."""
+    """``array``, weakly typed if ``like`` is, such as a counter that began as Python's 0: jax would compile again."""
     if not getattr(like, "weak_type", False):
         return array
     # What jax makes of Python's numbers is weakly typed, and stays so when it is overwritten.
@@ -204,7 +204,7 @@ def _as_weak(like: jax.Array | jax.ShapeDtypeStruct, array: jax.Array) -> jax.Ar
 def made(key: str, array: npt.NDArray[Any], prng: str | None) -> jax.Array:
     """``array`` as a jax array on the default device, or as a typed key of the PRNG ``prng``.
 
-    Raises `Invalid`, naming ``key``, for a dtype or PRNG that jax has not.
+    Raises `Invalid`, naming ``key``, for a dtype or PRNG that jax does not have.
     """
     data = array.astype(array.dtype.newbyteorder("="), copy=False)
     like = jax.ShapeDtypeStruct(data.shape, np.uint8)  # which says only that no sharding is wanted

@@ -1,7 +1,7 @@
-"""The bytes of jax arrays that have no view on the host: part by part, and without a copy that jax keeps.
+"""Read jax arrays that have no view on the host, part by part, and without a copy that jax caches.
 
-What `numpy.asarray` copies of a jax array stays with that array, as long as it lives: of a state on devices, or one
-whose shards lie on several, it would be the state once more.
+jax caches what `numpy.asarray` copies of an array for as long as the array lives. For a state on devices, or with
+shards on several, the cache would be a second copy of the whole state in host memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Parts:
     offset: _Offset
     """Of the leaf in the array."""
     shards: Sequence[tuple[_Offset, jax.Array]]
-    """Those that differ: where each begins in the array, and its data, on one device."""
+    """The shards without further replicas: the offset of each in the array, and its data on one device."""
     _whole: dict[_Offset, npt.NDArray[Any]] = field(default_factory=dict)
     """Copies on the host of shards whose device has no memory for a box of them."""
     _guards_whole: threading.Lock = field(default_factory=threading.Lock)
@@ -92,7 +92,7 @@ def parts(leaf: ArrayLeaf) -> Parts | None:
 
 
 def _copied(data: jax.Array) -> npt.NDArray[Any]:
-    # Another array of the same memory: what NumPy makes of it goes with it.
+    # jax caches the copy in this other array over the same memory, and so frees it with that array.
     other: Any = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
     return np.asarray(other)
 
@@ -101,7 +101,7 @@ def _slice(data: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> jax.
     """A box of an array of one device, on that device."""
     if max(starts) > np.iinfo(np.int32).max:  # to which jax may cut the starts of a dynamic slice
         return jax.lax.slice(data, starts, [start + size for start, size in zip(starts, sizes, strict=True)])
-    with jax.transfer_guard("allow"):  # of where it begins
+    with jax.transfer_guard("allow"):  # of the start indices
         return jax.lax.dynamic_slice(data, starts, sizes)
 
 

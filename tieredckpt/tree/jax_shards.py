@@ -91,7 +91,7 @@ def _pieces(key: str, like: jax.Array | jax.ShapeDtypeStruct, whole: ArrayLeaf, 
 
 @lru_cache(maxsize=1024)
 def _holders(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """By offset of the box, the processes that have it, where there are several; else ()."""
+    """The processes that hold each box, by its offset; () for a box that one process holds."""
     processes: dict[tuple[int, ...], set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         processes.setdefault(_box(index, shape).offset, set()).add(device.process_index)
@@ -99,7 +99,7 @@ def _holders(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tup
 
 
 def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """What ``index`` selects; ``shape`` may have axes more, those of the data of PRNG keys."""
+    """The box that ``index`` selects; ``shape`` may have more axes, those of the data of PRNG keys."""
     bounds = [part.indices(full)[:2] for part, full in zip(index, shape, strict=False)]
     bounds += [(0, full) for full in shape[len(index) :]]
     return Box(tuple([start for start, _ in bounds]), tuple([stop - start for start, stop in bounds]))

@@ -43,7 +43,7 @@ class Place:
     cut: tuple[int, ...] | None = None
     """Multiples at which every piece of the array begins, such as the shape of a shard, where they are known."""
     cell: tuple[int, ...] | None = None
-    """Of the grid, where that is decided already."""
+    """Shape of a cell of the grid, where the grid is decided already."""
     replicas: tuple[int, ...] = ()
     """The ranks that have this very piece, where there are several."""
 
@@ -52,7 +52,7 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     """An array of a tree, or a piece of one, saved or given as ``like``."""
 
     key: str
-    """Under which it is stored: of a whole array the path of the leaf, see `storage_key`."""
+    """Storage key; for a whole array, the path of the leaf. See `storage_key`."""
     source: object
     """Object in the tree; for a typed PRNG key that is saved, its data."""
     kind: Kind
@@ -65,13 +65,13 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     prng: str | None
     """Implementation of a typed PRNG key, such as ``threefry2x32``."""
     place: Place | None = None
-    """Of a piece; of a whole array where it was given as a `Shard`, or its replicas are known."""
+    """Set for a piece, and for a whole array that was given as a `Shard` or has known replicas."""
     part: tuple[slice, ...] | None = None
     """The part of ``source`` that this leaf is, where it is not all of it."""
 
     @property
     def array(self) -> str:
-        """Key of the array that it is all, or a piece, of; the path of the leaf."""
+        """Key of the array that this leaf is, or is a piece of; the path of the leaf."""
         return self.key if self.place is None else self.place.key
 
     @property

@@ -1,4 +1,4 @@
-"""A stored structure against the tree that a reader gives as ``like``, and the restored tree in its image."""
+"""Match a stored structure with the tree given as ``like``, and build the restored tree in its types."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 __all__ = ["Cut", "Span", "common_step", "spans"]
 
 _MOST_BOUNDARIES = 1 << 16
-"""Beyond so many, a step that all of them share is not looked for."""
+"""With more boundaries than this, `common_step` gives up and returns 1."""
 
 
 class Cut(NamedTuple):

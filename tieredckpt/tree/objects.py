@@ -40,10 +40,10 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 """Values for which JSON has a form of its own."""
 
 ENUM: Final = "enum"
-"""The name of the members of all enums."""
+"""Name of an enum member in the format, whatever its class."""
 
 _DEPTH: Final = MAX_PLAIN_DEPTH - 2
-"""Of tuples and objects inside one another: a scalar at the bottom may be an object of JSON."""
+"""Deepest nesting of tuples and objects: the scalar at the bottom may be a JSON object itself."""
 
 
 def object_node(key: str, value: object) -> ObjectNode | None:
@@ -67,8 +67,8 @@ def object_node(key: str, value: object) -> ObjectNode | None:
 def restored_object(key: str, node: ObjectNode, like: object = None) -> Any:
     """The object of ``node``; the classes of enums, and the device of a generator, are those of ``like``.
 
-    Raises `Corrupt`, naming ``key``, for what makes no object, and `Invalid` for an object of a later version of this
-    library, and a member that no enum of ``like`` has.
+    Raises `Corrupt`, naming ``key``, for a malformed object, and `Invalid` for an object of a later version of this
+    library, and for a member that no enum of ``like`` has.
     """
     return _made(key, node, enums_in(like), like)
 
@@ -114,12 +114,12 @@ def from_plain(key: str, plain: object, classes: Sequence[type[Enum]] = (), dept
 
 
 def json_of(plain: object) -> bytes:
-    """The JSON text of ``plain``, the same for what is equal."""
+    """The JSON text of ``plain``; equal values have equal texts."""
     return msgspec.json.encode(plain, order="sorted")
 
 
 def enums_in(value: object) -> tuple[type[Enum], ...]:
-    """The classes of the enums whose members ``value`` is or holds, as far as a small object goes."""
+    """The enum classes of the members that ``value`` is or holds in sets and tuples."""
     if isinstance(value, Enum):
         return (type(value),)
     if isinstance(value, set | frozenset | tuple):
@@ -144,7 +144,7 @@ def _made(
     key: str, node: ObjectNode, classes: Sequence[type[Enum]], like: Any = None, depth: int = MAX_PLAIN_DEPTH
 ) -> Any:
     codecs = _codecs(node.of)
-    # A range of a few bytes would be a set, or arguments, of any number of items.
+    # A range of a few bytes in the step could become a set, or arguments, of any number of items.
     if (codecs is None or node.of in codecs) and type(node.value) is not (str if node.of in _TEXTS else list):
         raise Corrupt(f"leaf {key!r} is a malformed {node.of}: {type(node.value).__name__} is not what makes one")
     parts = from_plain(key, node.value, classes, depth)
@@ -273,7 +273,7 @@ def _codec_of_class(cls: type) -> Codec | None:
 
 
 def _codecs(of: str) -> Mapping[str, Codec] | None:
-    """The codecs among which one of this name would be; None for those of torch where that cannot be imported."""
+    """The table of codecs that a type of this name is in; None for torch's where torch cannot be imported."""
     if not of.startswith("torch-"):
         return _BY_NAME
     try:

@@ -1,8 +1,8 @@
-"""Leaves that several ranks have alike: which part of them each rank stores, decided without communication.
+"""Replicated leaves: decide, without communication, which part of them each rank stores.
 
-As in FastPersist (https://arxiv.org/abs/2406.13768), the replicas divide the bytes evenly among themselves. The
-cells of all leaves that the same ranks have, one leaf after the other, are a line of bytes that is cut into as
-many parts of equal size as there are ranks; a cell belongs to the part in which its middle lies.
+As in FastPersist (https://arxiv.org/abs/2406.13768), the replicas divide the bytes evenly among themselves. The cells
+of all leaves that the same ranks hold, one leaf after the other, form a line of bytes. The line is cut into equal
+parts, one for each rank. A cell belongs to the part in which its middle lies.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tieredckpt.tree.select import choose
 __all__ = ["split"]
 
 _CELLS_EACH = 8
-"""So many cells of a group a rank should have at least: what one has too much is at most half a cell."""
+"""The fewest cells of a group that a rank should have: a rank's excess is at most half a cell."""
 _SMALLEST = 256 << 10
-"""Bytes below which cells are not made smaller for that."""
+"""For `_CELLS_EACH`, cells are not made smaller than so many bytes."""
 
 
 class _Shares(NamedTuple):
@@ -49,11 +49,11 @@ class _Line:
 def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str], chunk_size: int) -> Flat:
     """``flat`` with what this rank stores of the leaves that other ranks have too.
 
-    These are the leaves that ``patterns`` choose, which all ranks must have alike, and the shards that are known
-    to have replicas, on ranks as PyTorch or JAX count them. Every rank gets about the same number of their bytes.
-    Where their ranks are on several nodes, equally many on each, the ranks of every node together have everything;
-    which of those that have a part writes it to the slower tiers is for rank 0 to say. What is so small that it lies
-    in a step's index stays whole on every rank. `Flat.replicated` has what others store, to be compared.
+    These are the leaves that ``patterns`` choose, which all ranks must have alike, and the shards that are known to
+    have replicas, on ranks as PyTorch or JAX count them. Every rank gets about the same number of their bytes. Where
+    their ranks are on several nodes, equally many on each, the ranks of every node together have everything; rank 0
+    decides which holder of a part writes it to the slower tiers. A leaf so small that it lies in a step's index stays
+    whole on every rank. `Flat.replicated` has the parts that others store, for comparison.
 
     Args:
         flat: the whole tree of this rank.
@@ -112,7 +112,7 @@ def _shares(ranks: tuple[int, ...], rank: int, nodes: Sequence[str]) -> _Shares:
 
 
 def _line(leaves: Sequence[ArrayLeaf], members: Sequence[int], shares: _Shares, chunk_size: int) -> _Line:
-    # By what all groups of ranks see alike: the cells of one group's shards are to fit to those of the next.
+    # Sized by values that are equal in all groups: the cells of one group's shards must align with those of the next.
     nominal = sum(_nominal_nbytes(leaves[i]) for i in members)
     target = min(chunk_size, max(_SMALLEST, nominal // (_CELLS_EACH * shares.of)))
     grids = {}

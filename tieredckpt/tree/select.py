@@ -36,8 +36,8 @@ def select(structure: Node, keys: Sequence[str], step: str = "the step") -> Node
     of leaves: ``*`` and ``?`` stand for characters other than ``/``, ``[ab]`` for one of a set, ``[!ab]`` for
     one outside it, ``**`` for anything, ``**/`` also for nothing. Scalars and empty containers are leaves.
 
-    What is kept keeps its key: a list, tuple or deque that loses a child becomes a dict by index, and a tensor that
-    loses one of those that it consists of a dict of the others.
+    Kept leaves keep their keys: a list, tuple or deque that loses a child becomes a dict by index, and a wrapper tensor
+    that loses an inner tensor becomes a dict of the others.
 
     Raises `NotFound`, with ``step`` as the name of the step and near misses, when one of ``keys`` chooses nothing, and
     `Invalid` for no ``keys``.
@@ -61,7 +61,7 @@ def select(structure: Node, keys: Sequence[str], step: str = "the step") -> Node
 def without(structure: Node, keys: Collection[str]) -> Node:
     """``structure`` without the leaves of these keys, and without containers that had nothing else.
 
-    What is kept keeps its key, as `select` says; a structure of which nothing is left is an empty dict.
+    Kept leaves keep their keys, as `select` says; if nothing is left, the result is an empty dict.
     """
     if not keys:
         return structure
@@ -75,7 +75,7 @@ def choose(patterns: Sequence[str], keys: Sequence[str]) -> Iterator[tuple[str, 
     known = set(keys)
     in_order: list[str] = []
     for pattern in patterns:
-        # No look at each key for a key or a path: a caller may name thousands.
+        # Keys and paths are looked up without a pass over all keys: a caller may name thousands.
         if pattern in known:
             yield pattern, [pattern]
             continue

@@ -109,7 +109,7 @@ def _piece(key: str, shard: object, as_leaf: Callable[[str, object], ArrayLeaf |
             f"shard, and every offset a multiple of it"
         )
     kind: Kind = "numpy" if leaf.kind == "numpy-scalar" else leaf.kind
-    # Its place is kept where it is all of the array: `replicated` then takes it for none that other ranks have too.
+    # A shard that is all of the array keeps its place, so that `replicated` does not take it for a replica.
     return replace(leaf, key=storage_key(key, shape, box), kind=kind, place=Place(key, shape, offset, cut))
 
 

@@ -233,7 +233,7 @@ def _of_kind(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def made(key: str, array: npt.NDArray[Any]) -> torch.Tensor:
-    """``array`` as a tensor on the CPU; `Invalid`, naming ``key``, for a dtype that torch has not."""
+    """``array`` as a tensor on the CPU; `Invalid`, naming ``key``, for a dtype that torch does not have."""
     native = array.dtype.newbyteorder("=")
     dtype = next((dtype for dtype, known in _DTYPES.items() if known == native), None)
     if dtype is None:

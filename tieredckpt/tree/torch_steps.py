@@ -14,10 +14,10 @@ _calls: list[Callable[[], None]] = []
 
 
 def before_each_step(call: Callable[[], None]) -> Callable[[], None]:
-    """Call ``call`` on the thread of every optimizer's step, before it changes anything; the result ends that.
+    """Call ``call`` on the thread of every optimizer's step, before the step; returns a function that stops this.
 
-    That is every subclass of ``torch.optim.Optimizer`` in this process, as torch itself wraps their steps. A step that
-    a CUDA graph replays calls nothing.
+    This covers every subclass of ``torch.optim.Optimizer`` in this process, since torch itself wraps their steps. A
+    step that a CUDA graph replays calls nothing.
     """
     _calls.append(call)
 
@@ -29,7 +29,7 @@ def before_each_step(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def _before_step(*_: object) -> None:
-    if _calls:  # a step that is compiled is compiled anew where this has changed
+    if _calls:  # a compiled step is compiled again when this changes
         _call_each()
 
 

@@ -1,7 +1,7 @@
-"""torch tensors that wrap other tensors, such as quantized ones: containers of what they consist of.
+"""Wrapper tensors of torch, such as quantized ones, as containers of their inner tensors.
 
-A class says by ``__tensor_flatten__`` what that is and what else describes a tensor, and makes one again by
-``__tensor_unflatten__``, as torch.compile needs it. The class is not stored: it is that of ``like``.
+``__tensor_flatten__`` of the class gives the inner tensors and a description; ``__tensor_unflatten__`` makes the tensor
+again, as torch.compile needs it. The class is not stored: it is that of ``like``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["is_wrapper", "opened"]
 
 
 def is_wrapper(value: torch.Tensor) -> bool:
-    """Whether ``value`` is a tensor around others. torch's own distributed and nested ones are none for us."""
+    """Whether ``value`` is a tensor around others; torch's own distributed and nested tensors do not count."""
     cls = type(value)
     if cls is torch.Tensor or cls is torch.nn.Parameter or cls.__module__.startswith("torch.distributed"):
         return False
@@ -27,9 +27,9 @@ def is_wrapper(value: torch.Tensor) -> bool:
 
 
 def opened(path: str, value: Any) -> tuple[list[str], list[Any], Plain, Callable[[Sequence[Any]], object]]:
-    """Names and tensors that ``value`` consists of, what describes it besides, and what makes one of other tensors.
+    """Open a wrapper tensor: names and inner tensors, its description, and a function that makes it from others.
 
-    Raises `Invalid`, naming ``path``, for a description that cannot be stored: it could not be compared with that of
+    Raises `Invalid`, naming ``path``, for a description that cannot be stored, and so not be compared with that of
     ``like``.
     """
     names, context = value.__tensor_flatten__()

@@ -25,7 +25,7 @@ __all__ = ["COUNTER", "DEQUE", "FIXED", "NAMESPACES", "TENSOR", "checked_text", 
 COUNTER, DEQUE, TENSOR = "counter", "deque", "tensor"
 NAMESPACES = {argparse.Namespace: "namespace", types.SimpleNamespace: "simple-namespace"}
 FIXED = (DEQUE, TENSOR)
-"""The kinds whose containers are none of their kind without one of their children."""
+"""Kinds of containers that stop being of their kind when they lose a child."""
 
 
 def key_name(path: str, key: object) -> str:
@@ -62,7 +62,7 @@ def checked_text(path: str, name: str) -> str:
 def made_typed(path: str, node: TypedNode, children: Sequence[Any]) -> object:
     """The container of ``node`` with those children.
 
-    Raises `Corrupt`, naming ``path``, for what makes none, and `Invalid` for one of a later version of this library.
+    Raises `Corrupt`, naming ``path``, for a malformed one, and `Invalid` for one of a later version of this library.
     """
     make = _MAKERS.get(node.of)
     if make is None:
@@ -111,7 +111,7 @@ def _made_deque(path: str, node: TypedNode, children: Sequence[Any]) -> deque[An
 def _made_namespace(cls: Callable[[], Any]) -> Callable[[str, TypedNode, Sequence[Any]], object]:
     def made(path: str, node: TypedNode, children: Sequence[Any]) -> object:
         namespace = cls()
-        # Not setattr: a name may be that of something that every object has.
+        # Not setattr: a name may be that of an attribute that every object has.
         vars(namespace).update(zip(map(str, node.keys), children, strict=True))
         return namespace
 
