@@ -4,8 +4,8 @@ A *blob* is a sequence of bytes under a *key*, a relative path of ``/``-separate
 characters ``[A-Za-z0-9._-]`` (none of them ``.`` or ``..``). The engine picks every key; a user's string
 never becomes one. No key is also the folder of another: with ``a/b`` stored, ``a`` is no object.
 
-Each verb is a Protocol of its own; `BlobStore` is all of them together. What a store can do beyond the
-verbs is told by its frozen `Traits`: code asks for traits, never for a type.
+Each verb is a Protocol of its own; `BlobStore` is all of them together. What a store can do beyond the verbs is stated
+by its frozen `Traits`: code asks for traits, never for a type.
 
 Errors (`tieredckpt.errors`), the same from every store:
 
@@ -71,11 +71,11 @@ _KEY = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 
 
 class Unanswered(TierUnavailable):
-    """A server that the store needs does not answer: nothing but time helps, and no attempt at once."""
+    """A server that the store needs does not answer; an immediate retry does not help, only time does."""
 
 
 class Outgrown(Unanswered):
-    """The store's servers are others than when it was opened: it has to be opened anew, its content is elsewhere."""
+    """The servers have changed since the store was opened; its objects lie elsewhere, so it must be opened again."""
 
 
 class Survives(enum.IntEnum):
@@ -93,7 +93,7 @@ class Survives(enum.IntEnum):
 
     @property
     def shown(self) -> Literal["process", "node", "site"]:
-        """What a configuration or policy calls it; the memory of a process, at the best, outlives that."""
+        """The name in a configuration or policy; "process" for NOTHING too."""
         return _SHOWN[self]
 
 
@@ -125,7 +125,7 @@ class Traits:
     digested_reads: int = 0
     """How many calls of the ability `GetDigested` are best asked for at a time; 0 for a store without it."""
     remote: bool = False
-    """A request takes as long as many bytes do, and is paid for: what saves one is worth writing down."""
+    """A request takes as long as many bytes do, and costs money, so it pays to record what saves one."""
     parallel_puts: int = 2
     """How many large objects are best put at a time; with two, one is prepared while another is written."""
 
@@ -140,7 +140,7 @@ class BlobInfo:
 
 
 class Stretch(NamedTuple):
-    """Bytes of an object, one or more, and where their start goes."""
+    """A range of an object, at least one byte, and the memory for its start."""
 
     offset: int
     nbytes: int
@@ -213,36 +213,35 @@ class Delete(Protocol):
 
 @runtime_checkable
 class GetDigested(Protocol):
-    """An ability that some stores have beyond the verbs; to whoever counts or limits these, it is a `get_into`."""
+    """Optional ability: read and digest in one pass. Wrappers that count or limit verbs treat it as `get_into`."""
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
-        """Read stretches of an object, each behind those before it; the digest of each.
+        """Read stretches of an object, in order and without overlap; returns the digest of each.
 
-        It is the one of `tieredckpt.format.digest.copy_start_and_digest`: bytes that go to memory count as they
-        arrived there. What lies between the stretches may be read too. Raises as `get_into`, and the contents of
+        The digest is that of `tieredckpt.format.digest.copy_start_and_digest`: bytes that go to memory count as they
+        arrived there. The store may also read the bytes between the stretches. Raises as `get_into`; the contents of
         all memory are undefined then.
         """
 
 
 @runtime_checkable
 class PutStream(Protocol):
-    """An ability of some stores: to take an object that is larger than the memory."""
+    """Optional ability: write an object that is larger than the memory."""
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], *, nbytes: int | None = None) -> None:
-        """Write the bytes that ``pieces`` gives, in order. Where that raises, nothing is written, and it is raised.
+        """Write the bytes of ``pieces``, in order. If ``pieces`` raises, nothing is written and its error is raised.
 
-        ``nbytes`` is how many come at most, if that is known. Raises `Invalid` where more come than the store can take
-        of what it was told.
+        ``nbytes`` is the most bytes that come, if known. Raises `Invalid` if more come than the store can take for that
+        number.
 
-        A piece that was given belongs to the store, which copies none: nobody may change it, also after a
-        cancellation. Raises as `Put.put`.
+        The store owns each piece and copies none: nobody may change it, also after a cancellation. Raises as `Put.put`.
         """
         ...
 
 
 @runtime_checkable
 class ListAtOnce(Protocol):
-    """An ability of some stores whose requests cost more than what they list."""
+    """Optional ability of stores whose requests cost more than their listings."""
 
     async def list_at_once(self, prefix: str) -> Sequence[BlobInfo] | None:
         """As `List.list`, by one request; None where there are more objects than one request lists."""
@@ -254,7 +253,7 @@ class Free(Protocol):
     """An ability that some stores have beyond the verbs."""
 
     async def free(self) -> int | None:
-        """Bytes that there is room for, as far as the medium tells. Raises `TierUnavailable`, `Closed`."""
+        """Free bytes, as far as the medium tells. Raises `TierUnavailable`, `Closed`."""
 
 
 @runtime_checkable
@@ -262,7 +261,7 @@ class Sweep(Protocol):
     """An ability that some stores have beyond the verbs."""
 
     async def sweep(self, age: float) -> int:
-        """Remove what puts that broke off left behind, unchanged for ``age`` seconds; returns how many.
+        """Remove the remains of unfinished puts that are unchanged for ``age`` seconds; returns how many.
 
         An age shorter than a live put takes would end that put with an error. Raises `TierUnavailable`, `Closed`.
         """

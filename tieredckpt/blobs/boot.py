@@ -1,4 +1,4 @@
-"""Which start of this machine's kernel it is: shared memory and locks do not outlive one."""
+"""Identify the current boot of this machine: shared memory and locks do not outlive a boot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether a blob store keeps its contract where it runs: a short trial of every verb that leaves nothing behind.
+"""Try whether a blob store keeps its contract where it runs: a short trial of every verb, cleaned up afterwards.
 
-The conformance suite (`tieredckpt.testing.blobs`) holds the code to the contract; this holds a user's own
-device, mount or servers to it. Like kopia's provider validation, it can be run against a store in use.
+The conformance suite (`tieredckpt.testing.blobs`) tests the code against the contract; this module tests a user's own
+device, mount or servers. Like kopia's provider validation, it can be run against a store in use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHECKUP = "checkup/"
 _HANGS = "had not ended after"
 
 _LAST_TRY = 5.0
-"""Seconds that deleting may take at most after another part had not ended in time."""
+"""Most seconds for the deletion, after another part has not ended in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Check:
     ok: bool
     detail: str
     slower: bool = False
-    """It held, and takes longer than it could."""
+    """It held, but is slower than it could be."""
 
 
 @runtime_checkable
@@ -61,8 +61,8 @@ async def check_up(
 ) -> AsyncIterator[Check]:
     """Try every verb of ``store`` with small objects and one of ``nbytes``; the first failure ends the trial.
 
-    Yields what was found as it is found. What was written is deleted in the end, also after a failure. A part that
-    has not ended after ``deadline`` seconds and the time for its bytes is left behind, though it may hang for ever.
+    Yields each check as it ends. The objects of the trial are deleted in the end, also after a failure. A part that has
+    not ended after ``deadline`` seconds and the time for its bytes is left behind, though it may hang for ever.
     """
     trial = await asyncio.to_thread(_Trial, store, nbytes)
     try:
@@ -79,7 +79,7 @@ async def check_up(
 
 
 async def within(name: str, work: Coroutine[Any, Any, str], seconds: float) -> Check:
-    """The check that ``work`` is; it is left behind when it has not ended in time, however it takes a cancellation."""
+    """Run ``work`` as a check. If it has not ended in time, leave it behind, even if it ignores its cancellation."""
     running = asyncio.ensure_future(work)
     try:
         await asyncio.wait([running], timeout=seconds)

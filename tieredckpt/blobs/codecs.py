@@ -1,7 +1,7 @@
 """Compressed chunks: frames of Blosc 1, which stock readers of zarr open, followed by their CRC-32C.
 
-numcodecs encodes and decodes them where it is installed, else TensorStore does, at half the speed. Either gives the
-GIL up. Block sizes are explicit: the automatic ones mix exponents and mantissas in one block, and gain half as much.
+numcodecs encodes and decodes them where it is installed, else TensorStore does, at half the speed. Both release the
+GIL. Block sizes are explicit: the automatic ones mix exponents and mantissas in one block, and gain half as much.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _log = logging.getLogger("tieredckpt")
 Codec = Literal["none", "fast", "small"]
 
 _LEAST_GAIN = 0.03
-"""A frame that saves less than this share of its chunk has the chunk as it is, which is faster to read."""
+"""If compression saves less than this share of a chunk, the chunk is stored as it is, which is faster to read."""
 _CHECKSUM_SIZE = 4
 _WARM = 64 << 20
-"""Bytes of the largest chunk for which a thread keeps memory, as first-touched pages cost more than to decode."""
+"""Largest chunk, in bytes, for which a thread keeps its memory: first-touched pages cost more than decoding."""
 
 
 class _Settings(NamedTuple):
@@ -129,7 +129,7 @@ class _TensorStore:
 
 @lru_cache(maxsize=1)
 def library() -> _Library:
-    """The fastest package that there is."""
+    """The fastest package that is installed."""
     try:
         return _Numcodecs()
     except (ImportError, ValueError):  # numcodecs fails so beside some versions of zfpy
@@ -151,15 +151,15 @@ def _zarr_codec(how: _Settings, itemsize: int) -> dict[str, Any]:
 
 
 def _typesize(itemsize: int) -> int:
-    """Bytes of what is shuffled: an item, or the two parts of a large complex number."""
+    """Bytes of the unit that is shuffled: an item, or one of the two parts of a large complex number."""
     return min(itemsize, 8)
 
 
 def _encode(how: _Settings | None, memory: Bytes, nbytes: int, itemsize: int, room: Bytes | None) -> Encoded:
-    """Encode a chunk; without settings, or where little is gained, its frame has it as it is.
+    """Encode a chunk; without settings, or where little is gained, the frame holds it uncompressed.
 
-    A compressed frame is decompressed and compared before anybody relies on it: the step may be gone from RAM when it
-    is read for the first time.
+    A compressed frame is decompressed and compared first, since the step may be gone from RAM when the frame is read
+    for the first time.
     """
     assert room is not None
     chunk, typesize = memory[:nbytes], _typesize(itemsize)
@@ -185,7 +185,7 @@ def _encode(how: _Settings | None, memory: Bytes, nbytes: int, itemsize: int, ro
 
 
 def _has(frame: Bytes, nbytes: int, digest: bytes) -> bool:
-    """Whether a frame has the chunk of that digest."""
+    """Whether a frame decodes to the chunk of that digest."""
     try:
         return _decode(frame, nbytes, _memory(nbytes)) == digest
     except Corrupt:
@@ -194,7 +194,7 @@ def _has(frame: Bytes, nbytes: int, digest: bytes) -> bool:
 
 @lru_cache(maxsize=1)
 def _tell_of_wrong_frames() -> None:
-    """Once for a process, for there may be many."""
+    """Log the error once in a process, for there may be many."""
     _log.error(
         "a compressed chunk does not decompress to what it was; such chunks are stored as they are. The library that "
         "compresses (numcodecs or TensorStore), or the processor or memory of this machine, is at fault"
@@ -209,7 +209,7 @@ _warm = _Warm()
 
 
 def _memory(nbytes: int) -> Bytes:
-    """Memory of this thread, until it asks again."""
+    """Memory of this thread, valid until the thread asks again."""
     if nbytes > _WARM:
         return np.empty(nbytes, np.uint8)
     if _warm.memory.size < nbytes:
@@ -237,18 +237,18 @@ BLOSC: Final = Encoding(
     encode=partial(_encode, None),
     decode=_decode,
 )
-"""A frame, whatever is in it. Encoded by this one, chunks lie in their frames as they are."""
+"""Chunks in Blosc frames. This encoding itself stores chunks uncompressed in their frames."""
 
 CODECS: Final[dict[Codec, Encoding]] = {
     "none": CRC32C,
     "fast": replace(BLOSC, encode=partial(_encode, _FAST)),
     "small": replace(BLOSC, encode=partial(_encode, _SMALL)),
 }
-"""How a tier with each `codec` stores chunks. What one of the last two has written, the other refers to."""
+"""Encoding of a tier by its `codec`. A tier with either of the last two can refer to chunks of the other."""
 
 ENCODINGS[BLOSC.name] = BLOSC
 
 
 def encoding_of(length: int, nbytes: int) -> Encoding:
-    """How a chunk of ``nbytes`` is stored below RAM that takes ``length`` bytes there."""
+    """The encoding of a chunk of ``nbytes`` that takes ``length`` bytes on a tier below RAM."""
     return CRC32C if length == nbytes + _CHECKSUM_SIZE else BLOSC

@@ -1,7 +1,7 @@
-"""Descriptors that hold a file lock, and that no forked child may keep.
+"""File locks whose descriptors a forked child closes.
 
-A lock of flock(2) belongs to all copies of its descriptor: a worker that a trainer forked (a data loader's, say)
-would hold the RAM tier's lock for as long as it lives, the trainer dead or not.
+A lock of flock(2) belongs to all copies of its descriptor: a worker forked by a trainer (such as a data loader's) would
+hold the RAM tier's lock for as long as it lives, even after the trainer's death.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def hold(fd: int) -> int:
 
 
 def lock_file(path: Path, refusal: Callable[[str], str]) -> int:
-    """Lock a file, which is made, and write into it who holds it; the descriptor, for `let_go`. Blocking.
+    """Create and lock a file, and write into it who holds it; returns the descriptor, for `let_go`. Blocking.
 
     Raises:
-        Conflict: it is locked; ``refusal`` words that, given the holder.
+        Conflict: it is locked; ``refusal`` makes the message, given the holder.
         FileNotFoundError: there is no such folder.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -52,7 +52,7 @@ def lock_file(path: Path, refusal: Callable[[str], str]) -> int:
 
 
 def let_go(fd: int) -> None:
-    """End the lock and close ``fd``; in a child, where that has happened, nothing."""
+    """Release the lock and close ``fd``; does nothing in a forked child, where it is closed already."""
     if fd in _held:
         _held.discard(fd)
         fcntl.flock(fd, fcntl.LOCK_UN)

@@ -1,8 +1,8 @@
-"""Memory in huge pages where the kernel has them: shared mappings of files, and of this process alone.
+"""Memory in huge pages where the kernel has them: shared mappings of files, and private memory of this process.
 
-A device takes memory in pieces that lie in one page. Shared memory has pages of 4 KiB unless it is mounted
-otherwise, but Linux makes 2 MiB of 512 of them when it is asked to (``MADV_COLLAPSE``, Linux 6.1): asked while they
-are still empty, it takes half the time of reserving and mapping them one by one. See mmap(2) and madvise(2).
+A device transfers memory in pieces that lie in one page. Shared memory has pages of 4 KiB unless it is mounted
+otherwise, but Linux merges 512 of them into one of 2 MiB when asked (``MADV_COLLAPSE``, Linux 6.1). Asked while the
+pages are still empty, it takes half the time of reserving and mapping them one by one. See mmap(2) and madvise(2).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tieredckpt.blobs.space import check_room
 __all__ = ["HUGE_PAGE", "THREADS", "Addresses", "give_back", "map_shared", "populate", "private_memory", "reserve"]
 
 HUGE_PAGE = 2 << 20
-"""Bytes, as on x86-64 and as most of ARM has it; where they are larger the kernel refuses, and small pages remain."""
+"""Size in bytes, as on x86-64 and most ARM machines. Where it is larger, the kernel refuses, and small pages remain."""
 
 THREADS = min(4, os.cpu_count() or 1)
-"""The kernel clears pages on so many threads."""
+"""Number of threads on which the kernel clears pages."""
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 22, 23, 25  # Linux 5.14, 6.1; not named by the mmap module
@@ -42,18 +42,19 @@ _STRIDE = 64 << 20
 _PIECE = 8 << 20
 """Bytes of small pages that one thread takes at a time."""
 _REFUSALS = 4
-"""After so many strides in a row with a page that could not be had there are taken to be no more."""
+"""After this many strides in a row with a refused page, no more huge pages are asked for."""
 _SLOW = 1.5 / (1 << 30)
-"""Seconds a byte of a processor's time from which huge pages come slowly: 0.1 to 0.3 of it are usual, and 2.4 where a
-host takes idle memory back, which has to find it again in pieces of that size; small pages take 0.6 there."""
+"""Seconds of processor time per byte from which on huge pages count as slow. 0.1 to 0.3 s per GiB are usual. 2.4 s are
+usual on a host that takes idle memory back, and has to find it again in pieces of that size; small pages take 0.6 s
+there."""
 _TRIED_AGAIN_AFTER = 512 << 20
 _ZEROS = bytes(1 << 20)
 
 
 class Addresses:
-    """Addresses of this process that nothing else gets, to map parts of files to. Raises `OSError`.
+    """Reserved addresses of this process, to which parts of files are mapped. Raises `OSError`.
 
-    They are given back when no array refers to them any more; ``release`` is then called, once.
+    They are released when no array refers to them any more; ``release`` is then called, once.
     """
 
     def __init__(self, nbytes: int, release: Callable[[], None] | None = None) -> None:
@@ -83,7 +84,7 @@ class Addresses:
             raise _error()
 
     def array(self, *, writable: bool = False) -> npt.NDArray[np.uint8]:
-        """All of it; only what files were mapped to may be touched."""
+        """All addresses as an array; only parts to which files were mapped may be touched."""
         # Of memory that is read-only to Python too: numpy would let a mere flag be set back.
         return np.frombuffer(self._memory if writable else memoryview(self._memory).toreadonly(), dtype=np.uint8)
 
@@ -103,7 +104,7 @@ def map_shared(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]
 
 
 def private_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    """New memory of this process alone, empty, from a page's start on; of a huge page where there are such."""
+    """New, empty memory of this process alone; it starts at a page, or at a huge page where there are such."""
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
@@ -114,17 +115,17 @@ def private_memory(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def reserve(fd: int, mapped: npt.NDArray[np.uint8], offset: int, nbytes: int) -> None:
-    """Allocate the memory of a part of a file of shared memory, in huge pages if the system has them. Blocking.
+    """Allocate memory for a part of a file in shared memory, in huge pages if the system has them. Blocking.
 
-    Nothing of the part is in use; ``mapped`` is the file from its start. Raises `OSError`, with nothing reserved
-    where the system can give memory back.
+    The part must not be in use; ``mapped`` is the file from its start. Raises `OSError`; nothing stays reserved then,
+    if the system can free memory.
     """
     check_room(fd, nbytes)
     try:
         if hasattr(os, "posix_fallocate"):
             with contextlib.suppress(OSError, RuntimeError):  # small pages will do, also where no thread can be started
                 _have_huge_pages(fd, mapped.ctypes.data, offset, nbytes)
-        # Allocating in the file would clear the pages on one thread, but says what is lacking.
+        # Allocating in the file would clear the pages on one thread, but reports a lack of memory.
         if not populate(mapped[offset : offset + nbytes]):
             _have_pages(fd, offset, nbytes)
     except BaseException:
@@ -140,7 +141,7 @@ def give_back(fd: int, offset: int, nbytes: int) -> None:
 
 
 def populate(mapped: npt.NDArray[np.uint8]) -> bool:
-    """Take and map all of its memory, so that who uses it meets no page fault; False where that cannot be had."""
+    """Allocate and map all of the memory, so that later users meet no page fault; False where that is impossible."""
     advice = _MADV_POPULATE_WRITE if mapped.flags.writeable else _MADV_POPULATE_READ
 
     def fill(offset: int) -> bool:
@@ -155,18 +156,18 @@ def populate(mapped: npt.NDArray[np.uint8]) -> bool:
 
 
 class _Speed:
-    """How fast the machine gave huge pages lately. Threads that meet here may each try once more."""
+    """Measures whether the machine gave huge pages fast lately. Threads that meet here may each try once more."""
 
     def __init__(self) -> None:
         self._small = 0
 
     def allows(self, nbytes: int) -> bool:
-        """Whether to ask for huge pages again; of memory that is taken meanwhile in small ones it is told here."""
+        """Whether to ask for huge pages again; counts ``nbytes`` as taken in small pages if not."""
         self._small -= nbytes
         return self._small < 0
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """Learn from a stride; of less of it nothing, for what each call costs hides the speed."""
+        """Learn from the time of a stride; a short one teaches nothing, since the cost of each call hides the speed."""
         self._small = _TRIED_AGAIN_AFTER if nbytes > _STRIDE // 2 and seconds > _SLOW * nbytes else 0
 
 
@@ -174,10 +175,10 @@ _speed = _Speed()
 
 
 def _have_huge_pages(fd: int, address: int, offset: int, nbytes: int) -> None:
-    """Fill the part by huge pages, as far as they come; what lies between their boundaries alone is left out."""
+    """Fill the part with huge pages, as far as the kernel gives them; leaves out partial pages at both ends."""
     first, end = -(-offset // HUGE_PAGE) * HUGE_PAGE, (offset + nbytes) // HUGE_PAGE * HUGE_PAGE
     if first >= end or _collapse(fd, address, range(first, first + HUGE_PAGE, HUGE_PAGE)) == errno.EINVAL:
-        return  # a kernel, or a file system, that makes none
+        return  # the kernel, or the file system, makes none
     starts = range(first + HUGE_PAGE, end, _STRIDE)
     refused = 0
 
@@ -198,8 +199,8 @@ def _have_huge_pages(fd: int, address: int, offset: int, nbytes: int) -> None:
 def _collapse(fd: int, address: int, pages: range) -> int:
     """Make huge pages at these offsets, which have no memory yet; 0, or the error of one that could not be made."""
     for page in pages:
-        # Of nothing at all the kernel makes none. It takes the memory from where the small page lies, and spreads
-        # small pages over the machine's nodes by their numbers.
+        # The kernel makes no huge page where no small page is. It takes the memory from the NUMA node of the small
+        # page, and spreads small pages over the nodes by their numbers.
         small = page // HUGE_PAGE % (HUGE_PAGE // mmap.PAGESIZE) * mmap.PAGESIZE
         os.posix_fallocate(fd, page + small, mmap.PAGESIZE)
     return _advise(address + pages.start, pages.stop - pages.start, _MADV_COLLAPSE)

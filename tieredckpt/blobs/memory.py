@@ -1,7 +1,7 @@
-"""How much memory this process may use: what the machine has, and what its cgroups allow.
+"""The memory limit of this process: the machine's memory, and the limits of its cgroups.
 
-See cgroups(7): a group is bound by the limits of all its parents too, and inside a container the tree that is
-mounted may begin at the container's own group, so every path that may apply is looked at.
+See cgroups(7). The limits of all parents bind a group too. Inside a container the mounted tree may begin at the
+container's own group, so every path that may apply is checked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["memory_limit"]
 def memory_limit(
     *, groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[int, str]:
-    """Bytes of memory that this process may use, and what says so (a cgroup or the machine).
+    """Bytes of memory that this process may use, and what sets that limit (a cgroup or the machine).
 
     Args:
         groups: where the cgroups are mounted, of version 1, 2 or both.

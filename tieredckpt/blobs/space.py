@@ -1,4 +1,4 @@
-"""Room on a file system is had before it is used: a full device is an error, and not half an object or a signal."""
+"""Reserve room on a file system before use: a full device is then an error, not half an object or a signal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def reserve(fd: int, nbytes: int) -> None:
     """Reserve room for a file, so that a full device is an error before the first byte is written.
 
-    It is fallocate(2) itself, and nothing where the file system lacks it: posix_fallocate(3) would write into
-    every block then, which on NFS doubles the traffic. On a local file system `check_room` comes first. Raises
-    `OSError`.
+    It is fallocate(2) itself, and nothing where the file system lacks it: posix_fallocate(3) would then write into
+    every block, which on NFS doubles the traffic. On a local file system `check_room` comes first. Raises `OSError`.
     """
     if nbytes == 0 or not hasattr(_libc, "fallocate"):
         return
@@ -30,8 +29,8 @@ def reserve(fd: int, nbytes: int) -> None:
 def check_room(fd: int, nbytes: int) -> None:
     """Check that the file system has so much room before asking for it. Raises `OSError`.
 
-    Asked for more than there is, ext4 and tmpfs take all there is before they fail, and others meet a full device.
-    Not for files over a network: what a server or a fileset tells may be a quota's soft limit, which refuses nothing.
+    For a larger request than the free room, ext4 and tmpfs take all of it before they fail, and others meet a full
+    device. Not for files over a network: a server or a fileset may report a quota's soft limit, which refuses nothing.
     """
     free = free_bytes(os.fstatvfs(fd))
     if free is not None and nbytes > free:
@@ -39,5 +38,5 @@ def check_room(fd: int, nbytes: int) -> None:
 
 
 def free_bytes(found: os.statvfs_result) -> int | None:
-    """The room that statvfs(3) found for this user; None where it is no figure at all, for there are no blocks."""
+    """The free bytes for this user by statvfs(3); None if it counts no blocks, and so has no figure."""
     return found.f_bavail * found.f_frsize if found.f_blocks else None

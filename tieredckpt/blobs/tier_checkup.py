@@ -1,4 +1,4 @@
-"""Whether a configured tier does what it should, for `doctor`: what its kind looks at, or else every verb."""
+"""Check a configured tier for `doctor`: by the checks of its kind, or else by trying every verb."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tieredckpt.format.manifest import decode_marker
 __all__ = ["check_tier", "try_tier"]
 
 _AFTER_ITS_OWN = 5.0
-"""Seconds that a tier has to say by itself that it does not answer, and to be closed."""
+"""Extra seconds for a tier to report by itself that it does not answer, and to be closed."""
 
 
 def check_tier(tier: TierConfig, nbytes: int) -> AsyncIterator[Check]:
@@ -60,7 +60,7 @@ async def try_tier(tier: TierConfig, nbytes: int, *, opens_within: float | None 
 
 
 async def _marker(store: BlobStore, root: str) -> str:
-    """Whose store lies there; empty where there is none."""
+    """The store that lies there; empty if there is none."""
     try:
         marker = decode_marker(await store.get(root + layout.MARKER, limit=layout.MARKER_MAX), store.location)
     except NotFound:

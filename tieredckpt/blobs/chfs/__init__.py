@@ -1,4 +1,4 @@
-"""CHFS as a blob store: libchfs in a worker process (`worker`), and the store in this one (`store`).
+"""CHFS as a blob store: a worker process hosts libchfs (`worker`), and this process has the store (`store`).
 
 Nothing is imported here, since the worker loads this package too. See docs/decisions/0008-chfs.md.
 """

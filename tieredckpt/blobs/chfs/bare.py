@@ -1,7 +1,7 @@
 """A bare loop over libchfs, in a process of its own: the limit that the `chfs` tier is measured against.
 
-It does what a program would that was written for nothing else: threads that write and read pieces of one CHFS
-chunk each, from memory of their own, and believe whatever libchfs answers.
+It is the simplest program that uses CHFS: threads write and read pieces of one CHFS chunk each, from memory of their
+own, and trust every answer of libchfs.
 """
 
 from __future__ import annotations

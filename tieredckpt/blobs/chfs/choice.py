@@ -20,7 +20,7 @@ _LIBRARY = "libchfs_lookalike.so"  # beside it
 
 
 def choose_path(tier: ChfsTier) -> tuple[Literal["worker", "tensorstore"], str]:
-    """How the tier reaches CHFS, and why. Raises `Invalid` if the way that it asks for is missing, or both are."""
+    """The tier's way to CHFS, and why. Raises `Invalid` if the way that it asks for is missing, or both are."""
     client = importlib.util.find_spec(_CLIENT) is not None
     if tier.via == "worker" and not client:
         raise Invalid(f"tier {tier.name!r}: via = 'worker' needs the CHFS client, and {_NO_CLIENT}")
@@ -44,7 +44,7 @@ _NO_DRIVER = (
 async def open_chfs(tier: ChfsTier, *, read_only: bool = False) -> BlobStore:
     """The blob store of a tier, connected. Raises `Invalid`, `TierUnavailable`.
 
-    Without ``read_only``, it may go on with servers that joined since it was written.
+    Without ``read_only``, the store may continue with servers that joined since it was written.
     """
     survives = Survives.named(tier.survives)
     way, _ = choose_path(tier)

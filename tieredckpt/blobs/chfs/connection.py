@@ -1,4 +1,4 @@
-"""The connection of a store: its worker, which is replaced when it dies, and where the store lies in the ring."""
+"""The connection of a store: its worker, which is replaced when it dies, and its place in the ring of servers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Connection:
 
     Args:
         root: of the store in CHFS, without a slash at the end.
-        connect: what a worker is told first.
+        connect: the first command to a worker.
         threads: of a worker.
         servers: how many there must be; None for as many as are recorded.
         stable_for: seconds without a change of the servers before their number is recorded; without ``servers``.
-        writes: whether the store may go on with more servers than are recorded.
+        writes: whether the store may continue with more servers than are recorded.
         grace: seconds that a cancelled command may go on before its worker is killed.
     """
 
@@ -53,7 +53,7 @@ class Connection:
         """Link to the current worker."""
         self._starting: asyncio.Task[Link] | None = None
         self._ring: ring.Ring | None = None
-        """Set when it first connects; from then on the store lies there, or has to be opened anew."""
+        """Set at the first connection; from then on the store lies there, or has to be opened again."""
         self._ring_since = 0.0
         self._guards_record = asyncio.Lock()
         self._watched: Link | None = None
@@ -75,7 +75,7 @@ class Connection:
         return self._watched is None or self._watched.waits < LOST
 
     def advice(self) -> dict[str, str]:
-        """For people, to set `servers` of a tier that has none."""
+        """Advice for people: the number of `servers` to set for a tier that has none."""
         if self._servers is not None or self._ring is None or self.link is None or self._stable_for == 0:
             return {}
         told = (
@@ -100,7 +100,7 @@ class Connection:
     async def remember(self, link: Link) -> None:
         """Record how many servers there are. Raises `TierUnavailable`.
 
-        At the first put, so that looking at a store that is not there does not make it.
+        Called at the first put: looking at a store that is not there does not create it.
         """
         async with self._guards_record:
             assert self._ring is not None
@@ -193,7 +193,7 @@ _STARTED_WITHIN = 20.0
 async def watch(link: Link, where: str, connect: frames.Connect) -> None:
     """End a link whose calls wait for a server that does not answer; return when it has ended."""
     if connect.rpc_timeout_ms <= 1000 * LOST + _IMPATIENT_MS:
-        return  # the calls themselves end as early
+        return  # the calls themselves time out as early
     while not link.dead:
         await asyncio.sleep(_LOOK)
         if link.waits < LOST:

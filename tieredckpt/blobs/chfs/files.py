@@ -1,7 +1,7 @@
-"""Objects that are open in the worker: those being written, and those read lately.
+"""The objects that are open in the worker: those being written, and those read recently.
 
-A restore reads many ranges of few packs, and opening an object costs requests to several servers. So what was
-read stays open for a while: it may be used again, and costs nothing but a number in the worker.
+A restore reads many ranges of few packs, and opening an object costs requests to several servers. So an object that was
+read stays open for a while for the next read; it costs only a number in the worker.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["Files"]
 
 _IN_USE = 32
 _IDLE = 16
-"""With `_IN_USE` fewer than the 64 from which on the client makes whoever opens another one wait."""
+"""Idle objects; with `_IN_USE` fewer than the 64 from which on the client makes the next open wait."""
 
 _TRUSTED = 10.0
-"""Seconds after which an object is opened anew: another process may have replaced it by one of other chunks."""
+"""Seconds after which an object is opened again: another process may have replaced it by one with other chunks."""
 
 
 @dataclass(slots=True)
@@ -67,9 +67,9 @@ class Files:
 
     @asynccontextmanager
     async def opened(self, link: Link, path: str) -> AsyncIterator[int]:
-        """The number of an object to read from, for the length of the block. After an error it is opened anew.
+        """The number of an object to read from, for the length of the block. After an error it is opened again.
 
-        The path is known to be an object and no link: the worker does not look.
+        ``path`` must be an object and no link: the worker does not check.
         """
         async with self._slots:
             entry = self._entry(link, path)
@@ -88,7 +88,7 @@ class Files:
                     await whole(self._close())
 
     def forget(self, path: str) -> None:
-        """Open the object anew when it is read next, since it was replaced or removed."""
+        """Open the object again at its next read, since it was replaced or removed."""
         if (entry := self._read.get(path)) is not None:
             self._leave(path, entry)
 

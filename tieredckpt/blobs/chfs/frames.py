@@ -1,7 +1,7 @@
 """Messages between the store and its worker: one msgpack message per packet of their socket.
 
-The store chooses the numbers of files and regions, so that it can close what it asked for and never saw opened.
-A `Reply` carries the number of its request; its ``value`` depends on the command.
+The store chooses the numbers of files and regions, so it can close a file even if it never saw the reply to its open. A
+`Reply` carries the number of its request; its ``value`` depends on the command.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Stat(_Frame, frozen=True):
 class ListFolder(_Frame, frozen=True):
     """The entries of one folder, in several replies. Value: (name, kind) of each.
 
-    With ``replicas`` also those that a server has and does not own, as it would be of a ring of another size.
+    With ``replicas``, also those that a server holds and does not own, as in a ring of another size.
     """
 
     path: str

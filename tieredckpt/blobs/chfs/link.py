@@ -1,6 +1,6 @@
-"""The link to one worker process: commands, their answers, the memory that both share, and its death.
+"""The link to one worker process: commands, replies, the memory that both share, and the worker's death.
 
-A link belongs to one event loop. It is never repaired: one whose worker died, or lost servers, is replaced.
+A link belongs to one event loop. It is never repaired: a link whose worker died, or lost servers, is replaced.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Link:
         note(answer)
 
     async def span(self, memory: Buffer, *, to_fill: bool = False) -> frames.Span | None:
-        """How the worker reaches ``memory`` in place; None where it cannot. Raises `TierUnavailable`."""
+        """The span by which the worker reaches ``memory`` in place; None where it cannot. Raises `TierUnavailable`."""
         found = locate(memory)
         if found is None or (to_fill and not found[0].writable):
             return None
@@ -196,7 +196,7 @@ class Link:
             self._flush()
 
     def _flush(self) -> None:
-        """Send what there is until the worker has to catch up."""
+        """Send the outgoing messages, until the socket is full."""
         while self._outgoing:
             data, fds = self._outgoing[0]
             try:

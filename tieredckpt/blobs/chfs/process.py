@@ -21,7 +21,7 @@ _START = (
     "from tieredckpt.blobs.chfs.worker import main\n"
     "main(*map(int, sys.argv[1:4]))\n"
 )
-"""An empty package stands for ours, whose own import would load the engine, numpy and tensorstore with it."""
+"""The worker imports this empty package in place of ours, which would load the engine, numpy and tensorstore too."""
 
 _LAST_WORDS = 2000
 """Characters of its stderr that are kept."""
@@ -30,8 +30,8 @@ _LAST_WORDS = 2000
 class Process:
     """A worker at the other end of a socket.
 
-    The thread lives as long as the process, because Linux ends a worker that asked to die with its parent when
-    the very thread that started it ends.
+    The thread lives as long as the process: Linux ends a worker that asked to die with its parent when the thread that
+    started it ends, not the parent process.
 
     Args:
         connection: the worker's end of the socket; closed here.

@@ -4,7 +4,7 @@ CHFS places chunks by the number of its servers: with one more or one less, most
 32 empty folders ``~ring/<servers>-<n>``. They spread over all servers, so any server that is left tells how many there
 were. The name lies outside the alphabet of keys.
 
-What was written to one number of servers is never looked for on another. A store that goes on with another number
+Objects written to one number of servers are never looked for on another. A store that continues with another number
 does so in a folder of its own, ``~<servers>``, and its record is ``~ring/<servers>~<n>``.
 
 A record that replaces another is written in four steps, and the first object is put after the last of them:
@@ -14,7 +14,7 @@ A record that replaces another is written in four steps, and the first object is
 3. remove the entries of other numbers
 4. remove the begun entries
 
-While begun entries are there, those of their number count for nothing beside those of another number. So a writer
+While begun entries exist, the entries of their number are ignored if there are entries of another number. So a writer
 that was killed in any step leaves the store where it was, or where it goes, and the next writer starts with step 1.
 See docs/decisions/0033-where-a-store-lies-in-chfs.md.
 """
@@ -43,7 +43,7 @@ _NAMES = 32
 _NAME = re.compile(r"([1-9][0-9]{0,5})([-~+])([0-9]{1,2})")
 _STEPS_NAMED = 20
 _NAMED = 16
-"""Addresses that a message has."""
+"""Most addresses that a message names."""
 
 Entry = tuple[int, str, int]
 """Servers, a mark, and which of the 32 folders it is. The mark is ``~`` if the objects lie in a folder of their own,
@@ -58,7 +58,7 @@ class Ring:
     recorded: bool
     """Whether the record is complete; otherwise it is written before the first object."""
     new: bool = False
-    """Whether nothing was ever written with so many servers, so that more may be about to join."""
+    """Whether nothing was written with this number of servers yet, so more servers may be about to join."""
     without: str = ""
     """Description, for people, of objects written with other numbers of servers."""
 
@@ -70,8 +70,8 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
         link: to the worker.
         root: of the store.
         where: the same, for messages.
-        expected: how many servers there must be, whatever the record says; None to believe the record.
-        writes: whether the store may go on with more servers than are recorded.
+        expected: how many servers there must be, whatever the record says; None to trust the record.
+        writes: whether the store may continue with more servers than are recorded.
 
     Raises:
         Unanswered: there are fewer servers, or more, and objects would look missing.
@@ -92,10 +92,10 @@ async def check(link: Link, root: str, where: str, expected: int | None, *, writ
         return Ring(root, recorded=False, new=True)
     told = made - begun or made
     grown = servers > max(told)
-    # Versions before made no begun entries, and a crash kept the others in the record.
+    # Earlier versions made no begun entries, so a crash kept the old entries in the record.
     outgrew = servers not in begun and _entries(servers, "~") <= found
     if told != {servers} and not expected and not (grown and writes) and not outgrew:
-        # Several numbers are told if a server was away while the store went on without it.
+        # The record names several numbers if a server was away while the store continued without it.
         raise Unanswered(
             f"{where}: CHFS has {_count(servers)}, and {_numbers(told)} are expected, with which the store was "
             f"written; start the others beside {_names(link)}, or set `servers = {servers}` to go on in a folder of "
@@ -126,7 +126,7 @@ async def write(link: Link, root: str, ring: Ring) -> None:
     await link.ask(frames.CheckRing())  # a server that joined meanwhile places the entries elsewhere
     found = await _record(link, root)
     begun = _begun(found)
-    # Begun entries go last, and first what counts for nothing as long as they are there.
+    # Begun entries are removed last, and the entries that are ignored because of them first.
     for entry in sorted(found - own, key=lambda entry: (entry[1] == "+", entry[0] not in begun)):
         with suppress(NotFound):  # another writer removed it
             await link.ask(frames.RemoveFolder(_path(root, entry)))
@@ -159,7 +159,7 @@ async def _record(link: Link, root: str, *, replicas: bool = False) -> set[Entry
 
 
 async def _left_behind(link: Link, root: str, servers: int, found: Collection[Entry]) -> str:
-    """Name the steps that were written to other numbers of servers, as far as the servers have their folders."""
+    """The names of the steps written with other numbers of servers, as far as the servers have their folders."""
     others = [(number, mark) for number, mark, _ in found if number != servers and mark != "+"]
     folders = {f"{root}/~{number}" if mark == "~" else root for number, mark in others}
     steps: set[int] = set()

@@ -48,11 +48,11 @@ class ChfsStore:
         threads: how many pieces are on their way at a time.
         servers: how many there must be, whatever is recorded; None for as many as are recorded.
         stable_for: seconds without a change of the servers before their number is recorded; without ``servers``.
-        writes: whether the store may go on with more servers than are recorded.
+        writes: whether the store may continue with more servers than are recorded.
         rpc_timeout: seconds.
         survives: what the servers outlive.
         grace: seconds that a cancelled call may go on before its worker is killed.
-        arena: bytes of memory for what cannot be sent in place.
+        arena: bytes of memory for bytes that cannot be sent in place.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class ChfsStore:
                 await link.ask(frames.CheckRing())
 
     async def _fits_in_place(self, link: Link, key: str, nbytes: int) -> bool:
-        """Whether one request replaces all of a small object: nobody reads half of a commit or lease that is new."""
+        """Whether one request replaces all of a small object, so that no reader sees half of a new commit or lease."""
         if self._path(key) not in self._objects or nbytes >= ALIGNMENT:
             return False
         with suppress(NotFound):
@@ -215,7 +215,7 @@ class ChfsStore:
                 names = [(name, kind) for name, kind in await self._entries(link, folder) if is_key(name)]
                 infos = await self._infos(link, [folder + name for name, kind in names if kind != "folder"])
                 if not folders and all(kind != "folder" for _, kind in names):
-                    await link.ask(frames.CheckRing())  # a server that is gone is a list that is shorter
+                    await link.ask(frames.CheckRing())  # a lost server would make the list shorter
             folders += [f"{folder}{name}/" for name, kind in names if kind == "folder"]
             for info in infos:
                 yield info
@@ -229,7 +229,7 @@ class ChfsStore:
                 if kind == "folder":
                     return
                 await link.ask(frames.Remove(path))
-            self._forget(path)  # what was learnt of it meanwhile
+            self._forget(path)  # also what a verb learnt of it meanwhile
 
     async def sweep(self, age: float) -> int:
         """Remove empty folders, unchanged for ``age`` seconds; returns 0, since puts that broke off leave nothing."""
@@ -295,7 +295,7 @@ class ChfsStore:
         return _Found(size, mtime / 1e9, chunk_size)
 
     async def _believe_size(self, link: Link, found: _Found) -> None:
-        """Ask all servers if the object ends with a full chunk: its next chunk may be on a lost server."""
+        """Check all servers if the object ends with a full chunk: its next chunk may be on a lost server."""
         if found.size % max(1, found.chunk_size) == 0:
             await link.ask(frames.CheckRing())
 
@@ -320,7 +320,7 @@ class ChfsStore:
 
 
 async def _clean(link: Link, folder: str, age: float, *, root: bool) -> list[str]:
-    """Remove a folder if it is empty; returns the folders in it, which are the caller's to sweep.
+    """Remove a folder if it is empty; returns its subfolders, which the caller sweeps.
 
     Args:
         link: to the worker.
@@ -338,6 +338,6 @@ async def _remove(link: Link, folder: str, age: float) -> None:
     with suppress(Conflict, NotFound):  # something was put there meanwhile, or another one has swept it
         mtime_ns: int = (await link.ask(frames.Stat(folder)))[2]
         if time.time() - mtime_ns / 1e9 >= age:
-            # CHFS calls any failure the same; a folder that stays is there for the next sweep.
+            # CHFS reports every failure alike; a folder that stays is removed by the next sweep.
             with suppress(TierUnavailable):
                 await link.ask(frames.RemoveFolder(folder))

@@ -58,11 +58,11 @@ class Transfer:
                 await together(fill(file, pieces) for _ in range(self._threads))
 
     async def write(self, link: Link, path: str, parts: Sequence[Buffer]) -> None:
-        """Write the concatenation of ``parts`` as a new object; what a failure leaves of it is removed."""
+        """Write the concatenation of ``parts`` as a new object; after a failure, its remains are removed."""
         nbytes = sum(memoryview(part).nbytes for part in parts)
         chunk_size = chunk_size_for(nbytes, self._chunk_size)
         begun: dict[int, int] = {}
-        """Where pieces are that may not have been written, and their bytes."""
+        """Offsets and sizes of the pieces that may not have been written."""
 
         async def send(file: int, pieces: Iterator[tuple[int, list[memoryview]]]) -> None:
             for start, memory in pieces:
@@ -84,11 +84,13 @@ class Transfer:
             await whole(self._files.clean_up(link, frames.Remove(path)))
             raise
         finally:
-            self._files.forget(path)  # also what a reader has opened meanwhile: it may know the chunks of before
+            self._files.forget(path)  # also an object that a reader opened meanwhile: it may know the old chunks
 
     async def _fill_gaps(self, link: Link, file: int, offsets: Sequence[int]) -> None:
-        """Write a byte there, so that every chunk exists: a removal ends at the first one that is missing, and those
-        behind it would show through an object that comes later."""
+        """Write a byte at each offset, so that every chunk exists.
+
+        A removal ends at the first missing chunk, and the chunks behind it would show through a later object.
+        """
         with suppress(TieredCkptError, TimeoutError):
             async with asyncio.timeout(self._grace) as limit, self._lent(link, 1) as (_, span):
                 limit.reschedule(None)  # each command has its own
@@ -96,13 +98,13 @@ class Transfer:
                     await self._files.clean_up(link, frames.Write(file, offset, [span]))
 
     async def overwrite(self, link: Link, path: str, data: bytes) -> None:
-        """Replace an object of one chunk by ``data``, which is no shorter, in one request."""
+        """Replace an object of one chunk, in one request, by ``data``, which is at least as long."""
         async with self._files.opened(link, path) as file, self._lent(link, len(data)) as (room, span):
             room[:] = np.frombuffer(data, dtype=np.uint8)
             await link.ask(frames.Write(file, 0, [span]))
 
     def forget(self, path: str) -> None:
-        """Open the object at ``path`` anew when it is read next, since it was replaced or removed."""
+        """Open the object at ``path`` again at its next read, since it was replaced or removed."""
         self._files.forget(path)
 
     async def close(self) -> None:
@@ -118,7 +120,7 @@ class Transfer:
             await in_thread(np.copyto, np.frombuffer(into, dtype=np.uint8), room)
 
     async def _send(self, link: Link, file: int, offset: int, memory: list[memoryview]) -> None:
-        """One piece: runs that the worker can reach as they are, the rest gathered between them."""
+        """Send one piece: runs that the worker can reach stay in place, the rest is gathered in the arena."""
         reachable: list[frames.Span | None] = [
             await link.span(run) if len(run) >= _IN_PLACE_FROM or len(memory) == 1 else None for run in memory
         ]
@@ -199,7 +201,7 @@ class Arena:
 
 
 _PIECE = 4 << 20
-"""Bytes whose transfer makes the cost of a command small."""
+"""Bytes of a piece; their transfer takes much longer than the command."""
 
 
 def piece_size(chunk_size: int) -> int:
@@ -208,9 +210,9 @@ def piece_size(chunk_size: int) -> int:
 
 
 def chunk_size_for(nbytes: int, chunk_size: int) -> int:
-    """The CHFS chunk of an object: a small object is one chunk, a little larger than the object.
+    """The chunk size of an object: a small object is one chunk, a little larger than the object.
 
-    An object that ends with a full chunk may have another one, so each look at it has to ask every server.
+    If an object ends with a full chunk, another may follow, so each look at the object has to ask every server.
     """
     return min(chunk_size, (nbytes // ALIGNMENT + 1) * ALIGNMENT)
 

@@ -1,7 +1,7 @@
 """The process that hosts libchfs: takes commands from a socket until that closes.
 
-libchfs may end, hang or crash its process at any call, so nothing here is worth keeping: the process has no
-state that its replacement would miss. It loads neither the engine nor numpy.
+libchfs may end, hang or crash its process in any call, so the process keeps no state that its replacement would need.
+It loads neither the engine nor numpy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
 _NAMES_PER_REPLY = 128
-"""Of at most 255 bytes each, or three times that where they are not UTF-8, so that a reply fits in a packet."""
+"""Names are at most 255 bytes, or three times that if they are not UTF-8, so such a reply fits in a packet."""
 
 
 def main(fd: int, threads: int, parent: int) -> None:

@@ -19,10 +19,10 @@ __all__ = ["KVSTORE"]
 _log = logging.getLogger("tieredckpt")
 
 _OBJECT_STORES = {"s3": "s3", "gcs": "gcs", "gs": "gcs"}
-"""By driver or scheme, the kind of tier that is made for it."""
+"""The kind of tier made for object stores, by driver or scheme."""
 
 _MEMBERS_THAT_LOCATE = ("driver", "endpoint", "base_url", "address", "bucket", "database", "path", "base", "kvstore")
-"""Of a TensorStore kvstore spec; others say how it is reached, and may hold secrets."""
+"""Members of a TensorStore kvstore spec that locate it; others say how it is reached, and may hold secrets."""
 
 
 async def _open(tier: KvstoreTier, *, read_only: bool = False) -> BlobStore:

@@ -1,11 +1,11 @@
 """A blob store over any TensorStore key-value store: memory, file, gcs, s3, or what a custom build adds.
 
-TensorStore runs on threads of its own and hands back futures, which are awaited. What copies much memory in
-this process (joining parts, filling a buffer) is done off the loop as well.
+TensorStore runs on its own threads and returns futures, which are awaited. Large copies in this process (joining parts,
+filling a buffer) run off the loop as well.
 
-TensorStore has no call that tells an object's size: it is taken from the message that refuses a range beyond
-the end or, where a driver words that otherwise, found by bisection. ``stat`` and each listed object cost at
-least one request therefore, and the time of last change is unknown.
+TensorStore has no call for the size of an object. The size is parsed from the error message for a range beyond the end
+or, where a driver words that otherwise, found by bisection. So ``stat`` and each listed object cost at least one
+request, and the time of last change is unknown.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NO_FOLDER = "Cannot list non-directory"
 """Error text of the file driver for a prefix that is an object; the store treats it as an empty folder."""
 
 _REMOTE = frozenset({"gcs", "gcs_grpc", "http", "s3", "tsgrpc_kvstore"})
-"""Drivers that send requests to a server, and repeat them: one that was given up may still be carried out."""
+"""Drivers that send requests to a server and repeat them: the server may still carry out one that was given up."""
 
 _CONDITION_FAILED = b""
 """The generation that TensorStore returns for a write whose condition did not hold."""
@@ -75,9 +75,9 @@ class KvStoreBlobs:
     ) -> KvStoreBlobs:
         """The store that ``spec`` (a URL, or a JSON object with its ``driver``) describes.
 
-        A path in it is a folder, with or without its final ``/``. The traits follow from the driver;
-        ``survives`` says better what the medium outlives. Raises `Invalid` for a spec that TensorStore does
-        not take, with its message, `TierUnavailable`.
+        A path in it is a folder, with or without its final ``/``. The traits follow from the driver; ``survives``
+        overrides what the medium outlives. Raises `Invalid` for a spec that TensorStore does not take, with its
+        message, `TierUnavailable`.
         """
         secrets, shown = secrets_of(spec), redacted(spec)
         try:
@@ -109,7 +109,7 @@ class KvStoreBlobs:
 
     async def get(self, key: str, *, limit: int) -> bytes:
         self._check(key)
-        # A byte beyond the limit is asked for first: the size of what a whole read returns is not bounded.
+        # First ask for the byte after the limit: a whole read returns an object of any size.
         with contextlib.suppress(ShortRead):
             await self._read(key, slice(limit, limit + 1))
             raise Corrupt(f"{self._at(key)} is larger than the {limit} bytes that are acceptable")
@@ -246,10 +246,10 @@ class KvStoreBlobs:
 
 
 def _quiet(spec: dict[str, Any]) -> dict[str, Any]:
-    """The spec, with credentials asked for where they are, if nothing was said of them.
+    """The spec; if an S3 spec says nothing of credentials, it gets the place where they are.
 
-    They come from there anyway; but the SDK of AWS looks everywhere in turn, and says on stderr, at each opening, where
-    there are none.
+    TensorStore would find them there anyway; but the SDK of AWS searches every place in turn, and at each opening
+    prints to stderr where it finds none.
     """
     said = {*spec, *spec.get("context", {})}
     if spec.get("driver") != "s3" or "aws_credentials" in said or (found := aws_profile.for_tensorstore()) is None:
@@ -258,7 +258,7 @@ def _quiet(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _to_its_end(start: Callable[[], ts.Future[T]]) -> T:
-    """The result of what ``start``, called on a thread, begins; a cancellation waits for it.
+    """Call ``start`` on a thread and await its future; a cancellation waits for the end.
 
     Otherwise a write could take effect long after its caller was cancelled, and undo a later delete.
     """
@@ -270,15 +270,15 @@ async def _to_its_end(start: Callable[[], ts.Future[T]]) -> T:
 
 
 def _without_secrets(error: Exception, secrets: tuple[str, ...]) -> Exception:
-    """An error of TensorStore's whose text may be told to anybody: URLs and specs come back in it."""
+    """An error of TensorStore without secrets in its text: URLs and specs come back in it."""
     text = redacted_text(str(error), secrets)
     return error if text == str(error) else ValueError(text)
 
 
 def _foreign(error: Exception, where: str, doing: str) -> TieredCkptError:
-    """The error of this library for one of TensorStore's, which differ in their messages only.
+    """Map an error of TensorStore, by its message, to an error of this library.
 
-    "Not found" is no such error: a missing object is a state of a read, and never told by a message.
+    "Not found" is not mapped: a missing object is a state of a read, never an error message.
     """
     what = f"{where} was not {doing}: {error}"
     if _FULL.search(str(error)):
@@ -318,7 +318,7 @@ def _traits(spec: Mapping[str, Any], survives: Survives | None, object_size: int
 
 
 def _drivers(spec: object) -> Iterator[str]:
-    """Of a spec and of those in it."""
+    """The drivers of a spec and of the specs nested in it."""
     if isinstance(spec, Mapping):
         if isinstance(driver := spec.get("driver"), str):
             yield driver

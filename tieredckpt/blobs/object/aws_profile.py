@@ -1,7 +1,7 @@
-"""Where credentials of AWS are, and those that obstore does not find by itself: of a profile of ``~/.aws``, by boto3.
+"""Find AWS credentials, and load those of a profile of ``~/.aws`` by boto3, as obstore does not find them.
 
-A profile may have keys, a role to assume, single sign-on or a program that gives them. Sources of credentials are asked
-in the order of the AWS CLI: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-authentication.html.
+A profile may have keys, a role to assume, single sign-on, or a program that gives credentials. Sources are asked in the
+order of the AWS CLI: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-authentication.html.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tieredckpt.errors import Invalid
 __all__ = ["for_tensorstore", "provider", "region", "to_be_read"]
 
 _TTL = timedelta(minutes=10)
-"""For which what boto3 has given is used: it gives nothing that ends sooner, and obstore asks it no earlier."""
+"""How long credentials from boto3 are used: boto3 gives none that end sooner, and obstore asks no earlier."""
 
 _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
 _GIVES = frozenset(
@@ -40,7 +40,7 @@ _GIVES = frozenset(
 
 
 def to_be_read() -> str | None:
-    """The profile that the environment or the files of AWS tell to use; None where the environment has credentials."""
+    """The profile to use, by the environment or the files of AWS; None if the environment has credentials."""
     if os.environ.get("AWS_ACCESS_KEY_ID") or _unsigned():
         return None
     if (name := os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")) is not None:
@@ -61,7 +61,7 @@ def region() -> str | None:
 
 
 def provider(tier: str, profile: str, told_by: str) -> Any:
-    """What gives obstore the credentials of a profile, and renews them. Blocking. Raises `Invalid`.
+    """A provider that gives obstore the credentials of a profile, and renews them. Blocking. Raises `Invalid`.
 
     ``told_by`` says who named the profile, for messages.
     """
@@ -90,7 +90,7 @@ def _gives(variable: str) -> bool:
 
 
 def for_tensorstore() -> dict[str, str] | None:
-    """Where the credentials are, as TensorStore's ``aws_credentials`` says it; None where it has no word for that."""
+    """The place of the credentials as TensorStore's ``aws_credentials``; None where it has no form for that place."""
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return {"type": "environment"}
     if _unsigned():
@@ -100,7 +100,7 @@ def for_tensorstore() -> dict[str, str] | None:
         keys, config = paths.values()
         if "aws_access_key_id" not in _settings(keys, profile):
             return None
-        # A file that is not there is an error to its SDK.
+        # Its SDK raises for a missing file.
         config = config if os.path.isfile(config) else keys
         return {"type": "profile", "profile": profile, "credentials_file": keys, "config_file": config}
     if os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
@@ -111,7 +111,7 @@ def for_tensorstore() -> dict[str, str] | None:
 
 
 def _settings(path: str, profile: str) -> frozenset[str]:
-    """The settings of a profile in a file; of one that is malformed all, and boto3 tells what is wrong."""
+    """The settings of a profile in a file; all settings for a malformed file, so that boto3 reports the error."""
     try:
         found = _read(path)
     except (configparser.Error, UnicodeDecodeError):

@@ -28,17 +28,17 @@ __all__ = ["LISTED_AT_ONCE", "Client", "Range"]
 _UNLIMITED = timedelta(days=365)
 
 LISTED_AT_ONCE = 1000
-"""Objects of a page of a listing; the last one has fewer."""
+"""Objects in a page of a listing; the last page has fewer."""
 
 _LEAST_PART, _PARTS = 16 << 20, 10_000
 """Bytes of a part of an object that is streamed, and how many parts S3 takes of one: those of a larger object are
 larger. All but the last are of one size, as R2 wants them."""
 
 _PARTS_AT_ONCE = 4
-"""Parts that are sent at a time, and are in memory meanwhile; of larger ones fewer, which take no more."""
+"""Parts sent at a time, and in memory meanwhile; of larger parts fewer, so that they take no more memory."""
 
 _ABORTS_WITHIN = 5.0
-"""Seconds that an upload which is cancelled is given to be aborted."""
+"""Seconds for a cancelled upload to be aborted."""
 
 _UNCOUNTED = 1000
 """Attempts, where their time is limited."""
@@ -75,16 +75,16 @@ class Client:
             raise Invalid(f"tier {tier.name!r} at {tier.location}: {told}") from told
 
     async def put(self, key: str, views: Sequence[memoryview], *, create_only: bool = False) -> None:
-        """One PUT, of memory that is not copied; it may be in use still for a moment when this ends."""
+        """One PUT of the caller's memory, without a copy; obstore may use the memory for a moment after this ends."""
         mode = "create" if create_only else "overwrite"
         with self._errors(key, "written", exclusive=create_only):
             await obstore.put_async(self._store, key, views, mode=mode, use_multipart=False)
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], *, nbytes: int | None = None) -> None:
-        """Several requests, after the last of which the object is there at once; none of it is if this raises.
+        """Upload in several requests. The object appears at once after the last; if this raises, no part of it does.
 
-        The pieces come once, so each request is repeated by itself. ``nbytes`` at most are coming, if that is known;
-        raises `Invalid` when more come than parts of the size that suffices for those have.
+        The pieces come only once, so each request is repeated by itself. ``nbytes`` is the most bytes that come, if
+        known. Raises `Invalid` if more come than fit in 10,000 parts of the size chosen for ``nbytes``.
         """
         part = max(_LEAST_PART, -(-(nbytes or 0) // (_PARTS << 20)) << 20)  # whole MiB
         sent = 0
@@ -95,7 +95,7 @@ class Client:
             nonlocal given_up, sent
             try:
                 async for piece in pieces:
-                    if cancelled:  # obstore aborts the upload where there is no next piece, and else leaves its parts
+                    if cancelled:  # obstore aborts the upload only if no next piece comes; else it leaves the parts
                         raise Unanswered(f"{key} was given up")
                     sent += memoryview(piece).nbytes
                     if sent > part * _PARTS:
@@ -138,8 +138,9 @@ class Client:
                 raise
 
     async def get(self, key: str, start: int | None = None, end: int | None = None, *, piece: int) -> tuple[Range, int]:
-        """What arrives of an object, in pieces of so many bytes at least, and the size of the object: for what may be
-        large.
+        """Read an object, which may be large, or a range of it: the arriving bytes, and the size of the object.
+
+        They arrive in buffers of at least ``piece`` bytes.
 
         A range that begins beyond the end is a `ShortRead`; one that ends there arrives in part.
         """
@@ -151,8 +152,10 @@ class Client:
         return Range(start, end, self._pieces(key, result, piece)), size
 
     async def get_range(self, key: str, start: int, end: int) -> obstore.Bytes:
-        """A range of an object as one buffer, all of it in memory: without a turn of the loop between its head and its
-        bytes. It is shorter where the object ends, and has the length that the server likes if that lies."""
+        """Read a range of an object into one buffer, without a turn of the loop between head and bytes.
+
+        The buffer is shorter where the object ends, and has any length if the server lies.
+        """
         with self._errors(key, "read"):
             return await obstore.get_range_async(self._store, key, start=start, end=end)
 
@@ -161,7 +164,7 @@ class Client:
             return _info(await obstore.head_async(self._store, key))
 
     async def list(self, prefix: str, *, after: str = "") -> AsyncGenerator[list[BlobInfo]]:
-        """Everything below a folder whose key is greater than ``after``, in pages; of a large one by several requests.
+        """List the objects below a folder with keys greater than ``after``, in pages; a large folder by many requests.
 
         ``after`` is for servers that list keys in order.
         """
@@ -175,7 +178,7 @@ class Client:
             with self._errors(key, "deleted"):
                 await obstore.delete_async(self._store, key)
         except NotFound:
-            pass  # as Azure and Google Cloud Storage say
+            pass  # Azure and Google Cloud Storage raise this
 
     async def _pieces(self, key: str, result: Any, nbytes: int) -> AsyncGenerator[Any]:
         with self._errors(key, "read"):
@@ -205,7 +208,7 @@ class Client:
 
 
 class _Repeats(NamedTuple):
-    """What obstore itself does about requests that fail."""
+    """How obstore itself handles requests that fail."""
 
     timeout: timedelta
     """Of one request."""
@@ -213,11 +216,11 @@ class _Repeats(NamedTuple):
 
 
 _REPEATS_NOTHING = _Repeats(_UNLIMITED, {"max_retries": 0})
-"""What is repeated, and how long it may take, is decided around the store."""
+"""The wrappers around the store decide what to repeat, and how long it may take."""
 
 
 def _repeats_parts(tier: ObjectTier, part: int) -> _Repeats:
-    """As the wrappers of a store do with a put: what fails or is to wait is repeated, and not without end."""
+    """As the wrappers of a store do with a put: repeat failed and throttled requests, for a limited time."""
     seconds = tier.deadline + _PARTS_AT_ONCE * part / tier.min_bandwidth
     return _Repeats(
         timedelta(seconds=seconds),
@@ -288,7 +291,7 @@ def _azure(tier: AzureTier, endpoint: str) -> Callable[..., Any]:
         "account_name": tier.account,
         "account_key": _told(tier.account_key),
         "sas_key": _told(tier.sas_token),
-        # Else a key or an identity of the environment would come first.
+        # Otherwise a key or an identity of the environment would win.
         "credential_type": "sas_token" if tier.sas_token else "access_key" if tier.account_key else None,
     }
     return partial(store.AzureStore, tier.bucket, **_given(settings))
@@ -299,7 +302,7 @@ _MAKERS: Mapping[type[ObjectTier], Callable[..., Callable[..., Any]]] = {
     GcsTier: _gcs,
     AzureTier: _azure,
 }
-"""What makes a store of each kind, with the credentials, which are looked for once."""
+"""Makers of the store of each kind, with its credentials, which are looked for once."""
 
 
 def _secrets(tier: ObjectTier) -> tuple[str, ...]:

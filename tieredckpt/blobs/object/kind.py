@@ -61,7 +61,7 @@ async def _holds_a_store(tier: ObjectTier) -> bool:
         with suppress(NotFound):
             await store.stat(root + layout.MARKER)
             return True
-        steps = await store.list_at_once(root + layout.STEPS)  # which tell whose it is where the marker is lost
+        steps = await store.list_at_once(root + layout.STEPS)  # which identify the store if its marker is lost
         return steps is None or bool(steps)
     except TierUnavailable:
         return True  # who knows

@@ -1,4 +1,4 @@
-"""Puts the bytes of a range, as they arrive in pieces, where they belong."""
+"""Copies the bytes of a range, as they arrive in pieces, to their memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Finds out what an endpoint honours, once, and keeps the verdict in an object beside the store's marker.
 
-Servers that speak a provider's protocol differ: some answer a range with the whole object, some ignore the condition
-of a put and replace what was there, and some refuse a put that has one. Only a writer probes; a reader needs nothing of
-what is found.
+Servers that speak a provider's protocol differ: some answer a range with the whole object, some ignore the condition of
+a put and replace what was there, and some refuse a put that has one. Only a writer probes; a reader does not need the
+verdict.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, ShortRead
 __all__ = ["VERDICT", "Verdict", "verdict_of"]
 
 VERDICT = "tieredckpt-endpoint.json"
-"""The key of the object that is probed with, and says afterwards what was found."""
+"""The key of the object that the probe writes, and that holds the verdict afterwards."""
 
 _MAX = 4096
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What an endpoint was found to do."""
+    """The verdict on an endpoint."""
 
     version: int = 1
     endpoint: str
-    """Where that was; what was copied to another one is probed there."""
+    """The endpoint that was probed; a copy of the store at another endpoint is probed again."""
     create_only: bool
-    """A put on the condition that nothing is there is refused where something is."""
+    """Whether the endpoint refuses a conditional put where an object exists."""
 
 
 async def verdict_of(store: BlobStore, endpoint: str) -> Verdict:
-    """The verdict that is kept, or a new one, which takes four requests more.
+    """The stored verdict, or else a new one, which takes four more requests.
 
     Args:
-        store: of the endpoint, which asks for exclusive puts as if they were honoured.
+        store: of the endpoint; it sends exclusive puts as if they were honoured.
         endpoint: its URL.
 
     Raises `Invalid` for an endpoint that no tier can use, `TierUnavailable`.

@@ -1,4 +1,4 @@
-"""What the errors of obstore mean: whether to repeat, to wait, or to mend something first, and then what."""
+"""Map errors of obstore: whether to repeat, to wait, or to fix something first, and what."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_BUCKET = re.compile(r"<Code>(?:NoSuchBucket|ContainerNotFound)<|bucket does 
 _SLOW = re.compile(
     r"<Code>(?:SlowDown|ServerBusy|TooManyRequests|RequestLimitExceeded|RequestThrottled\w*|Throttling(?:Exception)?)<"
 )
-"""Also by the service that gives credentials, which all processes of a job ask when they start."""
+"""Also answers of the service that gives credentials, which all processes of a job ask when they start."""
 _NO_CONDITIONS = re.compile(r"<Code>NotImplemented<|conditional put is disabled")
 _ELSEWHERE = re.compile(r"<Code>(?:PermanentRedirect|AuthorizationHeaderMalformed)<|redirect without LOCATION")
 _ENDINGS = {
@@ -31,13 +31,13 @@ _ENDINGS = {
     "ExpiredToken": "renew the session token",
     "InvalidToken": "renew the session token, or leave it out where the key needs none",
 }
-"""By the code of a refusal: how to mend what repeating does not."""
+"""By the code of a refusal: how to fix what a repetition does not."""
 _ENDED = re.compile(f"<Code>({'|'.join(_ENDINGS)})<")
 _METADATA = re.compile(r"//(?:169\.254\.|metadata\.google\.internal|\[fd00:ec2::254\])")
-"""Where a machine of a cloud gives credentials, which is asked when nothing else has any."""
+"""Address at which a cloud gives credentials to its machines; it is asked last."""
 _NO_RANGES = "non-partial response"
 _BEYOND = re.compile(r"Wanted range starting at|CONTENT_RANGE header: \S*bytes 0--1/0")
-"""What obstore says where a server answers a range that begins at the end with nothing, as Azurite does."""
+"""Error texts of obstore for a server that answers a range at the end with nothing, as Azurite does."""
 
 
 class Denied(Unanswered):
@@ -53,14 +53,15 @@ class NoRanges(Unanswered):
 
 
 def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> TieredCkptError:
-    """The error of this library for one of obstore's, whose kinds and status are believed and whose words are not, but
-    where nothing else tells.
+    """Map an error of obstore to an error of this library.
+
+    Kinds and status of the error are trusted; its text only where nothing else tells the cause.
 
     Args:
         error: as obstore raised it.
         what: what failed, for people.
-        doing: what it was to be: ``"written"``, ``"looked at"`` by a HEAD, and so on.
-        exclusive: on the condition that nothing was there.
+        doing: a participle for the message: ``"written"``, ``"looked at"`` for a HEAD, and so on.
+        exclusive: whether the put had the condition that no object exists.
     """
     full = str(error)
     status = int(found[1]) if (found := _STATUS.search(full)) else None
@@ -81,7 +82,7 @@ def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> Tier
         return Unanswered(f"{what}; lower the tier's `object_size`, or raise the server's limit")
     if _FULL.search(full) or status == 507:
         return NoSpace(f"{what}; evict steps, or raise the quota")
-    # 503 alone may come from a proxy whose server is gone; but the answer to a HEAD has no code.
+    # 503 alone may come from a proxy whose server is gone; but the response to a HEAD has no code.
     if status == 429 or _SLOW.search(full) or (status == 503 and doing == "looked at"):
         return SlowDown(what)
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or status in (401, 403):
@@ -100,10 +101,10 @@ def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> Tier
 
 
 def without_secrets(error: Exception, secrets: tuple[str, ...]) -> Exception:
-    """The same error, with no more in its text than anybody may read."""
+    """The same error, without secrets in its text."""
     told, _, debug = str(error).partition("\n\nDebug source:")
     text = redacted_text(f"{told}{_why_not_sent(debug)}", secrets)
-    # Of a body its code, message and details: other elements may repeat what was sent.
+    # Only the code, message and details of a body: its other elements may repeat the request.
     text = " ".join(_BODY.sub(lambda body: " ".join(_SAID.findall(body[0])), text).split())
     kind = type(error) if isinstance(error, exceptions.BaseError | FileNotFoundError) else ValueError
     return kind(text)

@@ -1,6 +1,6 @@
 """A blob store over an object store: one request for each verb, packs from the caller's memory and into it.
 
-A range of which too little came takes a second request, which tells why.
+If a range comes short, a second request finds out why.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from tieredckpt.errors import Closed, Corrupt, Invalid, ShortRead, TierUnavailab
 __all__ = ["ObjectStore"]
 
 _PIECE = 16 << 20
-"""Bytes that arrive at a time, of each of the reads under way: smaller ones cost more turns of the loop. A read of
-no more is in memory until all of it is there: 12 of them, 192 MiB, when a step is restored."""
+"""Bytes that each read receives at a time; smaller pieces cost more turns of the loop.
+
+A read of at most this size is in memory as a whole until it is complete: 12 such reads, 192 MiB, in a restore.
+"""
 
 _COPIERS = 4
-"""Threads that put what arrives in its place."""
+"""Threads that copy arriving bytes to their memory."""
 
 _ENDS_BY_ITSELF = 1 << 20
-"""Bytes of a put that is on its way as a whole before it could be called off."""
+"""A put up to this size, in bytes, is on its way as a whole before it could be called off."""
 _ENDS_WITHIN = 2.0
-"""Seconds that such a put is given to end by itself when it is cancelled."""
+"""Seconds for such a put to end by itself when it is cancelled."""
 
 _LET_GO = 0.001
-"""Seconds between looks at whether obstore has let go of memory."""
+"""Seconds between two checks whether obstore has released memory."""
 
 
 class ObjectStore:
@@ -194,7 +196,7 @@ class ObjectStore:
 
     async def _land_range(self, key: str, stretches: Sequence[Stretch], landing: Landing) -> None:
         start, end = stretches[0].offset, stretches[-1].offset + stretches[-1].nbytes
-        # A server cuts a range that ends behind the object, and says nothing.
+        # A server silently cuts a range that ends behind the object.
         if end - start <= _PIECE:
             data = await self._throttle(lambda: self._client.get_range(key, start, end))
             if len(data) != end - start:
@@ -208,13 +210,13 @@ class ObjectStore:
         await self._land(key, arriving, landing)
 
     def _short(self, key: str, start: int, end: int, came: int, size: int) -> ShortRead | TierUnavailable:
-        """Why not all of a range came: the object has no more, or else its server does not do what it announces."""
+        """The error for a range that came short: the object ends earlier, or its server sent less than it announced."""
         if size >= end:
             return TierUnavailable(f"{self._at(key)}: {came} bytes came of the {end - start} from {start} on")
         return ShortRead(f"{self._at(key)} has {size} bytes, and those from {start} to {end} were wanted")
 
     async def _land(self, key: str, arriving: Range, landing: Landing) -> None:
-        """Put what arrives in its place on a thread, while more arrives."""
+        """Copy arriving bytes to their memory on a thread, while more arrive."""
         landed = arriving.start
         async with contextlib.aclosing(arriving.pieces) as pieces:
             coming = asyncio.ensure_future(anext(pieces, None))
@@ -233,7 +235,7 @@ class ObjectStore:
 
 
 class _Pages:
-    """A listing, page by page. One that met `SlowDown` goes on behind the pages that came."""
+    """A listing, page by page. After `SlowDown` it continues behind the pages that came."""
 
     def __init__(self, client: Client, prefix: str) -> None:
         self._client, self._prefix = client, prefix
@@ -261,8 +263,10 @@ class _Pages:
 
 
 async def _ended(request: Coroutine[Any, Any, None], small: bool) -> None:
-    """A put or a deletion. A small one that is cancelled is given time to end: all of it may be with the server, which
-    would undo what comes next."""
+    """Await a put or a deletion; a small one that is cancelled is given time to end.
+
+    The server may have all of it already, and it would undo the next operation.
+    """
     if not small:
         await request
         return
@@ -277,7 +281,7 @@ async def _ended(request: Coroutine[Any, Any, None], small: bool) -> None:
 
 
 async def _let_go(views: Sequence[memoryview]) -> None:
-    """Wait until nobody uses the memory any more: a request that was cancelled does for some tenths of a second."""
+    """Wait until nobody uses the memory any more: a cancelled request uses it for some tenths of a second."""
     for view in views:
         while True:
             try:

@@ -23,10 +23,10 @@ class SlowDown(TierUnavailable):
 
 
 class Throttle:
-    """Begins a request anew that met `SlowDown`, after a pause in which no other begins.
+    """Repeats a request that met `SlowDown`, after a pause in which no other request begins.
 
-    Each such answer doubles the pause, from 0.1 s up to 5 s; each other answer halves it. It never gives up: whoever
-    limits the time of an operation does.
+    Each such answer doubles the pause, from 0.1 s up to 5 s; each other answer halves it. It never gives up: deadlines
+    are set around it.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Throttle:
     async def __call__(self, request: Callable[[], Awaitable[T]]) -> T:
         while True:
             if (wait := self._free_at - time.monotonic()) > 0:
-                # Not all at once when the pause is over.
+                # Spread, so that not all begin at once when the pause is over.
                 await asyncio.sleep(wait * random.uniform(1.0, 1.5))  # noqa: S311
                 continue
             try:

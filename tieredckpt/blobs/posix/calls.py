@@ -17,8 +17,10 @@ T = TypeVar("T")
 
 
 class Calls:
-    """The calls of the store at ``place``, on so many threads; those that read chunks and those that list folders have
-    threads of their own, so that nothing small waits behind them.
+    """The calls of the store at ``place``, on ``threads`` threads.
+
+    Calls that read chunks, and calls that list folders, have threads of their own, so that nothing small waits behind
+    them.
     """
 
     def __init__(self, threads: int, readers: int, scanners: int, place: str) -> None:
@@ -30,7 +32,7 @@ class Calls:
 
     @property
     def hanging(self) -> int:
-        """How many threads are in calls that nobody waits for any more."""
+        """How many threads are in calls that no caller waits for any more."""
         return sum(threads.left for threads in (self.pool, self.readers, self.scanners))
 
     async def run(self, work: Callable[[Stop], T]) -> T:
@@ -55,7 +57,7 @@ class Calls:
             raise
 
     async def read(self, work: Callable[[], T], stop: Stop, pool: Threads) -> T:
-        """The result of ``work``, which touches no memory of a caller; a cancellation leaves its thread alone."""
+        """The result of ``work``, which touches no memory of a caller; a cancellation leaves its thread running."""
         call = pool.submit(work)
         running = asyncio.wrap_future(call)
         self._begin(running)
@@ -88,7 +90,7 @@ class Calls:
 
 
 class Followed(Executor):
-    """Threads as aiofiles uses them, for the calls of one verb in turn: they can be left when nobody waits any more."""
+    """An executor for aiofiles, for the calls of one verb in turn; calls without a waiting caller can be left."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
@@ -96,7 +98,7 @@ class Followed(Executor):
         self._is_left = False
 
     def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
-        if self._is_left:  # what tidies up is never refused
+        if self._is_left:  # calls that clean up are never refused
             call = self._threads.submit_anyway(work, *arguments, **named)
             self._threads.leave(call, cancel=False)
         else:
@@ -105,7 +107,7 @@ class Followed(Executor):
         return call
 
     def leave(self) -> None:
-        """Leave the call under way, and those that follow. None but the first is cancelled: they tidy up."""
+        """Leave the call under way, and those that follow. Only the first is cancelled: the others clean up."""
         self._is_left = True
         if self._calls:
             self._threads.leave(self._calls[-1], cancel=len(self._calls) == 1)

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _CANNOT_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What fsync(2) of a folder gets where there is none, as on AFS, SMB and some of FUSE."""
+"""Errors of fsync(2) of a folder on file systems without it, such as AFS, SMB and some of FUSE."""
 
 
 def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
@@ -54,7 +54,7 @@ def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether it tells that a device, or a quota on it, is full."""
+    """Whether ``error`` says that a device, or a quota on it, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -75,7 +75,7 @@ def unusable(error: OSError, path: Path) -> TierUnavailable:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder. Raises `OSError`, which `Path.is_dir` takes for a no from Python 3.14 on."""
+    """Whether ``path`` is a folder. Raises `OSError`, for which `Path.is_dir` returns False from Python 3.14 on."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -109,7 +109,7 @@ def open_regular(path: Path, flags: int, *, follow_symlinks: bool) -> int:
 
 
 def sync_folder(path: Path) -> bool:
-    """Put the names in a folder on stable media; whether the file system can. Raises `OSError`."""
+    """Sync the names in a folder to stable media; returns whether the file system can. Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -123,9 +123,10 @@ def sync_folder(path: Path) -> bool:
 
 
 def probe(root: Path, *, tries: bool = True) -> bool:
-    """Whether files in ``root`` take direct I/O; found out by trying.
+    """Try whether files in ``root`` take direct I/O.
 
-    A root that cannot be written to, or is not to be, promises direct I/O, since a read falls back by itself.
+    A root that is not writable, or is not to be written, counts as taking direct I/O, since a read falls back by
+    itself.
     """
     if not tries:
         return bool(O_DIRECT)
@@ -138,7 +139,7 @@ def probe(root: Path, *, tries: bool = True) -> bool:
         os.close(fd)
         return _takes_direct(path)
     finally:
-        with contextlib.suppress(OSError):  # it is swept then
+        with contextlib.suppress(OSError):  # `sweep` removes it then
             os.unlink(path)
 
 
@@ -152,13 +153,13 @@ def _takes_direct(path: Path) -> bool:
     try:
         return os.pwritev(fd, [mmap.mmap(-1, ALIGNMENT)], 0) == ALIGNMENT
     except OSError as error:
-        return is_full(error)  # and refuses nothing else
+        return is_full(error)  # a full device refuses nothing else
     finally:
         os.close(fd)
 
 
 def describe(key: str, path: Path | str, found: os.stat_result) -> BlobInfo:
-    """The size and times of a file. Raises `OSError` for a folder or a symbolic link, `Corrupt` for what is no file."""
+    """The size and times of a file. Raises `OSError` for a folder or a symbolic link, `Corrupt` for other kinds."""
     if stat.S_ISREG(found.st_mode):
         return BlobInfo(key, found.st_size, found.st_mtime)
     if stat.S_ISDIR(found.st_mode):

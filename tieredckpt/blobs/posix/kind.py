@@ -1,7 +1,7 @@
 """The kinds of tier that are folders: ``posix``, ``nfs`` and ``lustre``.
 
-What NFS and Lustre need is done wherever a folder is there, whatever its kind. The kinds state where it is: a folder
-somewhere else, as where a file system is not mounted, is not touched.
+Folders on NFS and Lustre get what these need, whatever the kind of the tier. The kind states where the folder is: if it
+is elsewhere, since its file system is not mounted, it is not touched.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KINDS = {NFS: "nfs", LUSTRE: "lustre"}
 
 
 def folder_kind(config: type[C], stated: int | None = None, system: System = SYSTEM) -> TierKind[C]:
-    """A kind of folders, on file systems of the type ``stated``, with answers of ``system``."""
+    """A kind of tier for folders on file systems of the type ``stated``; ``system`` answers for the machine."""
 
     async def open_folder(tier: C, /, *, read_only: bool = False) -> BlobStore:
         make = partial(_make, tier, system, stated, read_only=read_only)
@@ -102,7 +102,7 @@ def _made(tier: FolderTier, system: System, stated: int | None, *, read_only: bo
 
 
 def _check_group(tier: FolderTier) -> None:
-    """`Invalid` if the root, or one of the store's folders in it, is not for its group. Raises `OSError`."""
+    """Raise `Invalid` if the root, or one of the store's folders in it, is not for its group. Raises `OSError`."""
     for folder in (tier.path, *(tier.path / name for name in (STEPS, PACKS, CATALOGS, LEASES, RANKS))):
         try:
             mode = folder.stat().st_mode
@@ -133,7 +133,7 @@ def _folders(tier: FolderTier, system: System, found: int, *, writes: bool) -> C
 
 
 def _facts(tier: FolderTier, system: System, found: int) -> dict[str, str]:
-    """What a person should know of where the tier is; a mount that loses writes, or all, is told at once."""
+    """Facts for people about the tier's file system; warns of a mount that loses writes, or everything."""
     if found in (TMPFS, RAMFS):
         told = f"{name_of(found)}: a reboot loses what is here, whatever `survives` says; name a folder on a disk"
         _log.warning("tier %r: %s is on %s", tier.name, tier.path, told)

@@ -49,7 +49,7 @@ class Layout:
     """0 for the default of the file system."""
     pool: str = ""
     start: int = 0
-    """Offset in the file from which on it is striped so."""
+    """Offset in the file from which on this layout applies."""
 
     def __str__(self) -> str:
         number = {-1: "stripes on all OSTs", 0: "the default number of stripes", 1: "1 stripe"}
@@ -92,15 +92,15 @@ def _stripes(attribute: bytes, start: int) -> Layout:
 
 @dataclass(slots=True)
 class LustreFolders(Folders):
-    """`Folders` on Lustre; new packs are striped as ``striping`` says, or as the folder above has it.
+    """`Folders` on Lustre; new packs are striped by ``striping``, or like the folder above.
 
-    A folder that is made has the layout of the one above; one that was there gets it before a pack is put there.
+    A new folder inherits the layout of the one above; an existing folder gets it before a pack is put there.
     """
 
     over_network: ClassVar[bool] = True
     striping: Layout | None = None
     writes: bool = True
-    """Whether a layout that is asked for is set."""
+    """Whether to set the layout that is asked for."""
     system: System = SYSTEM
     _block: int = field(init=False, default=BLOCK)
     _refused: set[Path] = field(init=False, default_factory=set)

@@ -1,7 +1,7 @@
 """The folders and names of a posix store: its root, durable folders, temporary files, publishing, listing.
 
-Everything here blocks and belongs on a thread. A temporary name holds a ``~``, which no key may, so that it
-can neither be listed nor addressed.
+Everything here blocks and belongs on a thread. A temporary name holds a ``~``, which no key may contain, so it can
+neither be listed nor addressed.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ _log = logging.getLogger("tieredckpt")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp~")
 KEY_PART = re.compile(r"[A-Za-z0-9._-]+")
 _UNLINKED = re.compile(r"\.nfs[0-9A-Fa-f]{8,}")
-"""What an NFS client calls a file that was deleted while it was open, until it is closed."""
+"""Name that an NFS client gives to a file that was deleted while it was open, until it is closed."""
 
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _TRIES = 32
 _SCAN_SECONDS = 0.05
-"""A thread lists folders for so long, then whoever waits for it has a look: to hand over each alone takes longer."""
+"""Seconds for which a thread lists folders before it hands over results: handing over each alone takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What was found in some folders."""
+    """The objects found in some folders."""
 
     infos: list[BlobInfo]
     took: float
     """Seconds."""
     worked: float
-    """Seconds of a processor; the others went by in waiting: for the file system, or for a processor."""
+    """Seconds of processor time; the rest was spent waiting for the file system or for a processor."""
 
 
 @dataclass(slots=True)
 class Folders:
     """The tree of folders below ``root``; safe to use from several threads.
 
-    Permissions of what is made are narrowed by the umask, unless they are ``exact``.
+    The umask narrows the permissions of new files and folders, unless they are ``exact``.
     """
 
     root: Path
@@ -71,16 +71,16 @@ class Folders:
     file_mode: int = 0o600
     exact: bool = False
     facts: dict[str, str] = field(init=False, default_factory=dict)
-    """What a person should know of the file system, by name."""
+    """Facts for people about the file system, by name."""
     over_network: ClassVar[bool] = False
-    """Whether a server may leave a call unanswered, for good."""
+    """Whether a server may never answer a call."""
     _pruned: ClassVar[tuple[int, ...]] = (errno.ENOENT,)
-    """What is said of a folder that somebody removes in the moment that it is used."""
+    """Errors for a folder that another process removes at the moment of its use."""
     _identity: tuple[int, int] = field(init=False)
     _durable: set[Path] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        """Make the root where it is missing. Its parents get the default mode, or its own if that is exact.
+        """Make the root if it is missing. Its parents get the default mode, or the root's mode if that is exact.
 
         Raises `TieredCkptError`.
         """
@@ -104,22 +104,23 @@ class Folders:
 
     @property
     def block(self) -> int:
-        """Bytes of the file system at whose multiples a large write had better end."""
+        """Block size of the file system, in bytes: large writes should end at its multiples."""
         return BLOCK
 
     def is_stale(self, error: TieredCkptError) -> bool:
-        """Whether a file failed because it is not the one any more that was opened by its name."""
+        """Whether ``error`` means that the name now leads to another file than the one that was opened."""
         return False
 
     def sync(self, folder: Path) -> None:
-        """Put the names in a folder on stable media; warn once of a file system that cannot. Raises `OSError`."""
+        """Sync the names in a folder to stable media; warn once if the file system cannot. Raises `OSError`."""
         if not sync_folder(folder) and "names" not in self.facts:
             self.facts["names"] = "this file system cannot sync folders: a power cut may lose new files"
             _log.warning("%s: %s", self.root, self.facts["names"])
 
     def check_root(self) -> None:
-        """`TierUnavailable` unless the root is the folder that was opened: a file system that was unmounted
-        leaves an empty folder behind, in which everything would seem to be missing.
+        """Raise `TierUnavailable` unless the root is the folder that was opened.
+
+        A file system that was unmounted leaves an empty folder behind, in which everything would seem to be missing.
         """
         try:
             found = os.stat(self.root)
@@ -131,9 +132,9 @@ class Folders:
             raise TierUnavailable(f"{self.root} was replaced by another folder; is its file system mounted?")
 
     def check_way(self, path: Path) -> None:
-        """`Corrupt` if a folder on the way from the root to ``path`` is a symbolic link: it may lead anywhere.
+        """Raise `Corrupt` if a folder between the root and ``path`` is a symbolic link: it may lead anywhere.
 
-        Only the last part of a path is kept from being followed by ``O_NOFOLLOW``.
+        ``O_NOFOLLOW`` protects only the last part of a path.
         """
         if self.follow_symlinks:
             return
@@ -150,7 +151,7 @@ class Folders:
         return open_regular(path, flags, follow_symlinks=self.follow_symlinks)
 
     def error(self, error: OSError, path: Path, doing: str) -> TieredCkptError:
-        """As `foreign`; but nothing is missing under a root that has vanished itself."""
+        """As `foreign`; but under a vanished root nothing counts as missing."""
         if error.errno in _NOT_THERE:
             try:
                 self.check_root()
@@ -174,7 +175,7 @@ class Folders:
                 fd = os.open(temporary, flags, self.file_mode)
                 break
             except OSError as error:
-                # A delete has pruned a folder in between.
+                # A delete has removed a folder in between.
                 left -= 1
                 if error.errno not in self._pruned or not left:
                     raise
@@ -204,7 +205,7 @@ class Folders:
             os.chmod(path, self.folder_mode)
 
     def _complete(self, path: Path) -> None:
-        """Do what is left of making a folder: whoever made it may have died, or the client repeated that call."""
+        """Finish making a folder: its maker may have died, or the client may have repeated the call."""
         if self.exact:
             found = os.lstat(path)
             is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
@@ -218,7 +219,7 @@ class Folders:
     def publish(self, temporary: Path, path: Path) -> None:
         """Give a finished file its name, durably.
 
-        Raises `OSError`; `TierUnavailable` when the object is there and its name may not survive a crash.
+        Raises `OSError`; `TierUnavailable` when the object exists but its name may not survive a crash.
         """
         self._rename(temporary, path)
         if self.fsync:
@@ -233,7 +234,7 @@ class Folders:
         os.replace(temporary, path)
 
     def _sync_names(self, folder: Path) -> None:
-        """Make the names in ``folder`` durable, and those of its parents that are not known to be."""
+        """Make the names in ``folder`` durable, and the names of its parents, unless they are known to be."""
         self.sync(folder)
         for path in self._below_root(folder):
             if path not in self._durable:
@@ -266,7 +267,7 @@ class Folders:
 
     def _unlink(self, path: Path) -> None:
         """Delete a file. Raises `OSError`, `IsADirectoryError` for a folder."""
-        if stat.S_ISDIR(os.lstat(path).st_mode):  # which some file systems unlink for a superuser
+        if stat.S_ISDIR(os.lstat(path).st_mode):  # some file systems unlink folders for a superuser
             raise IsADirectoryError
         os.unlink(path)
 
@@ -283,9 +284,9 @@ class Folders:
         return path.relative_to(self.root).as_posix()
 
     def scan(self, pending: list[str], stopped: Callable[[], bool]) -> Scanned:
-        """Objects in some of the folders ``pending`` (``"a/b/"``), which leave it; what folders they hold comes to it.
+        """List some of the folders ``pending`` (``"a/b/"``): takes folders from it, and adds the subfolders found.
 
-        Several threads may share ``pending``. Names that are no keys are passed over. Raises `OSError`, `Corrupt`,
+        Several threads may share ``pending``. Names that are not keys are skipped. Raises `OSError`, `Corrupt`,
         `TierUnavailable`.
         """
         infos: list[BlobInfo] = []
@@ -309,12 +310,12 @@ class Folders:
                     elif entry.is_file(follow_symlinks=self.follow_symlinks):
                         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                             infos.append(self._listed(prefix + name, entry))
-        # After the scan: what was read from an unmounted file system's folder would be silently short.
+        # After the scan: a listing of an unmounted file system's folder would be silently short.
         self.check_root()
         return Scanned(infos, time.monotonic() - began, time.thread_time() - worked)
 
     def _entries(self, folder: Path) -> Iterable[os.DirEntry[str]]:
-        """What a folder holds. Raises `OSError`, `TierUnavailable`."""
+        """The entries of a folder. Raises `OSError`, `TierUnavailable`."""
         with os.scandir(folder) as entries:
             return list(entries)
 
@@ -323,7 +324,7 @@ class Folders:
         return describe(key, entry.path, entry.stat(follow_symlinks=self.follow_symlinks))
 
     def sweep(self, age: float) -> int:
-        """Remove temporary files unchanged for ``age`` seconds of the file system's own clock; how many.
+        """Remove temporary files unchanged for ``age`` seconds of the file system's own clock; returns how many.
 
         Raises `OSError`, `TierUnavailable`.
         """

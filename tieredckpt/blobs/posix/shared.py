@@ -1,8 +1,9 @@
-"""Folders of NFS and other file systems whose clients believe names and sizes for a while that others have changed.
+"""Folders of NFS and other file systems whose clients cache names and sizes that other nodes have changed.
 
-What another node has made may be missing here for a minute, if it was looked up before: a name counts as missing only
-when a listing of its folder, which asks the server, has not got it. Sizes and times are those of opened files. A call
-whose answer was lost is repeated by the client and then fails, although it has happened; whether it has is looked at.
+A file that another node made may seem missing here for a minute, if it was looked up before. So a name counts as
+missing only if a listing of its folder, which asks the server, does not have it. Sizes and times are taken from opened
+files. If the reply to a call is lost, the client repeats the call, which then fails although it has happened; the
+result is checked.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ T = TypeVar("T")
 
 
 class CoherentFolders(Folders):
-    """`Folders` of a network file system whose nodes all see the same names and sizes at any time."""
+    """`Folders` of a network file system on which all nodes see the same names and sizes at any time."""
 
     __slots__ = ()
     over_network: ClassVar[bool] = True
 
 
 class SharedFolders(Folders):
-    """`Folders` that other nodes change too, which this one may notice later."""
+    """`Folders` that other nodes change too; this node may notice the changes later."""
 
     __slots__ = ()
     over_network: ClassVar[bool] = True
-    # A new name that is there already was made by a call of ours that was repeated.
+    # If a new name exists already, our own repeated call has made it.
     _pruned: ClassVar[tuple[int, ...]] = (errno.ENOENT, errno.ESTALE, errno.EEXIST)
 
     def is_stale(self, error: TieredCkptError) -> bool:
         return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE
 
     def open(self, path: Path, flags: int) -> int:
-        # A name that was replaced leads to the old file for a while: to list its folder has the client ask the server.
+        # A replaced name leads to the old file for a while; listing its folder makes the client ask the server.
         with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
             next(entries, None)
         return self._unless_listed(path, partial(super().open, path, flags))
 
     def _unless_listed(self, path: Path, call: Callable[[], T], *, is_folder: bool = False) -> T:
-        """The result of ``call``, which is believed that ``path`` is missing only if no listing has it."""
+        """The result of ``call``; its `FileNotFoundError` is trusted only if no listing has ``path``."""
         try:
             return call()
         except FileNotFoundError:
@@ -75,11 +76,11 @@ class SharedFolders(Folders):
 
     def _entries(self, folder: Path) -> Iterable[os.DirEntry[str]]:
         entries = self._unless_listed(folder, partial(super()._entries, folder), is_folder=True)
-        # By name: some file systems list one twice that is replaced meanwhile.
+        # By name: some file systems list a file twice if it is replaced meanwhile.
         return {entry.name: entry for entry in entries}.values()
 
     def _listed(self, key: str, entry: os.DirEntry[str]) -> BlobInfo:
-        # Opened, since leases are judged by their times, and what is listed has those that the client remembers.
+        # Opened, since leases are judged by their times, and a listing has the times that the client caches.
         path = self.root / key
         try:
             return self._described(path, super().open(path, os.O_RDONLY))  # its folder was listed a moment ago
@@ -108,15 +109,15 @@ class SharedFolders(Folders):
             return False
         try:
             found = os.fstat(fd)
-            is_same = os.path.samestat(found, written)  # an inode's number may be used anew
+            is_same = os.path.samestat(found, written)  # an inode's number may be reused
             return is_same and (found.st_size, found.st_mtime_ns) == (written.st_size, written.st_mtime_ns)
         finally:
             os.close(fd)
 
     def _is_listed(self, path: Path, is_folder: bool = False) -> bool:
-        """Whether a file, or a folder, is listed, and so are the folders on its way.
+        """Whether a file, or a folder, is listed, and the folders on its way are.
 
-        The client looks names up anew after that.
+        After that the client looks the names up again.
         """
         folder, found = self.root, True
         for name in path.relative_to(self.root).parts:

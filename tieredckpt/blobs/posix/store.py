@@ -1,10 +1,9 @@
 """A blob store over a directory: whole objects by temporary file and rename, large ones by direct I/O.
 
-Small durable objects are written through aiofiles, large ones by `transfer`; all on threads of the store's own, so
-that a file system that hangs starves no other tier. A put that is cancelled waits for its thread, which looks for that
-before every block, since until then the caller's memory is in use; so does a `get_into` on a local file system. Other
-verbs that read return at once when they are cancelled; their threads end when the device answers, since they read into
-memory of their own.
+Small durable objects are written through aiofiles, large ones by `transfer`; all on threads of the store's own, so that
+a file system that hangs starves no other tier. A cancelled put waits for its thread, which uses the caller's memory and
+checks for a cancellation before every block; so does a `get_into` on a local file system. Other read verbs return at
+once when they are cancelled: their threads read into memory of their own, and end when the device answers.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = ["PosixStore"]
 T = TypeVar("T")
 
 _BUSY = 0.9
-"""Which share of the time the threads of a listing may keep one processor busy, all together."""
+"""Share of its time for which the threads of a listing, together, may keep one processor busy."""
 
 
 class PosixStore:
@@ -50,15 +49,15 @@ class PosixStore:
     Args:
         root: the folder; made with ``folder_mode`` if missing, otherwise left as it is.
         survives: what the medium outlives; a shared file system is ``Survives.SITE``.
-        fsync: sync files and folders, so that a put is durable. Off only where nothing could be.
+        fsync: sync files and folders, so that a put is durable. Turn it off only where nothing can be durable.
         direct: use direct I/O for transfers of at least 1 MiB; None: where the file system takes it.
         follow_symlinks: read objects that are symbolic links; refused as `Corrupt` otherwise.
-        threads: how many calls block at a time. Twice as many besides read chunks, and as many as that list folders.
+        threads: how many calls block at a time. Twice as many more threads read chunks, and as many again list folders.
         folder_mode, file_mode: permissions of what is made, narrowed by the umask.
         folders: makes the `Folders` of the root, for a file system that needs others.
-        facts: what `facts` tells besides.
-        tries: find out by trying what the file system can do. False for who only reads, and makes nothing: a direct
-            read that is refused falls back by itself.
+        facts: more entries of `facts`.
+        tries: find out by trying what the file system can do. False for a reader, which makes nothing: a refused direct
+            read falls back by itself.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class PosixStore:
         self._root = Path(os.path.abspath(root))
         self._folders = folders(self._root, folder_mode, follow_symlinks, fsync, file_mode)
         if fsync and tries:
-            with contextlib.suppress(OSError):  # which the first put tells
+            with contextlib.suppress(OSError):  # the first put raises it again
                 self._folders.sync(self._root)
         takes_direct = probe(self._root, tries=tries)
         if direct and not takes_direct:
@@ -110,12 +109,12 @@ class PosixStore:
         return str(self._root)
 
     def facts(self) -> Mapping[str, str]:
-        """What a person should know of the file system."""
+        """Facts for people about the file system."""
         return self._facts
 
     @property
     def hanging(self) -> int:
-        """How many threads are in calls that nobody waits for any more."""
+        """How many threads are in calls that no caller waits for any more."""
         return self._calls.hanging
 
     async def get(self, key: str, *, limit: int) -> bytes:
@@ -147,7 +146,8 @@ class PosixStore:
             raise Invalid(f"a folder has no exclusive put, which {key} was to be written by")
         nbytes = sum(memoryview(part).nbytes for part in parts)
         if nbytes >= transfer.DIRECT_FROM or not self._fsync:
-            # What waits for no device is written sooner than it is handed from one thread's turn to the next.
+            # A write that does not wait for a device takes less time than handing it from one thread's turn to the
+            # next.
             await self._calls.run(partial(self._write_in_one_turn, path, parts, nbytes))
             return
         stop, pool = transfer.Stop(), Followed(self._calls.pool)
@@ -186,7 +186,8 @@ class PosixStore:
         while pending:
             threads = min(threads, len(pending))
             await together([scan_some() for _ in range(threads)])
-            # Where a server is asked for each name several wait at once; where none is, they would for each other.
+            # If a server is asked for each name, several threads wait side by side; else they would wait for each
+            # other.
             took, worked = max(each.took for each in found), sum(each.worked for each in found)
             enough = threads * _BUSY * took / worked if worked else self._most_scanners
             threads = max(1, min(int(enough), self._most_scanners))
@@ -205,7 +206,7 @@ class PosixStore:
         await self._calls.run(remove)
 
     async def free(self) -> int | None:
-        """Bytes of the file system that are free for this user, whatever its quota is. Raises `TierUnavailable`."""
+        """Free bytes of the file system for this user, whatever the quota is. Raises `TierUnavailable`."""
         self._check_open()
 
         def look() -> int | None:
@@ -215,7 +216,7 @@ class PosixStore:
         return await self._calls.read(look, transfer.Stop(), self._calls.pool)
 
     async def sweep(self, age: float) -> int:
-        """Remove what puts of dead writers left behind: temporary files unchanged for ``age`` seconds.
+        """Remove remains of puts of dead writers: temporary files unchanged for ``age`` seconds.
 
         Returns how many. An age shorter than a live put takes would end that put with an error. Raises
         `TierUnavailable`, `Closed`.
@@ -242,7 +243,7 @@ class PosixStore:
         return self._root / check_key(key)
 
     async def _reopening(self, read: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``read``, which is done once more where a file is another one than was opened by its name."""
+        """Call ``read``, and once more if its file is not the one any more that was opened by its name."""
         try:
             return await read()
         except TierUnavailable as error:
@@ -291,7 +292,7 @@ class PosixStore:
 
     @contextlib.contextmanager
     def _reading(self, path: Path, offset: int, nbytes: int) -> Iterator[tuple[int, bool]]:
-        """A descriptor to read that range by, and whether by direct I/O."""
+        """A descriptor to read the range with, and whether it uses direct I/O."""
         with self._errors(path, "read"):
             fd, direct = self._open_to_read(path, self._direct and nbytes >= transfer.DIRECT_FROM)
             try:
@@ -362,13 +363,13 @@ class PosixStore:
             raise _of_put(folders.error(error, path, "written"), path) from error
 
     def _publish(self, temporary: Path, path: Path, stop: transfer.Stop) -> None:
-        """Publish, unless the put was given up: it may have waited long for this thread."""
+        """Publish unless the put was cancelled: it may have waited long for this thread."""
         transfer.check(stop)
         self._folders.publish(temporary, path)
 
 
 def _of_put(error: TieredCkptError, path: Path) -> TieredCkptError:
-    """A put finds nothing missing: what it made has gone, or a file stands where its folder belongs."""
+    """Map `NotFound` of a put: its folder was removed, or a file stands where its folder belongs."""
     if isinstance(error, NotFound):
         return TierUnavailable(f"{path} was not written: its folder was removed, or a file stands there")
     return error

@@ -28,20 +28,20 @@ BLOCK = 16 << 20
 _IN_FLIGHT = 2
 """Writes at a time: a device that has the next one already does not wait for the thread that fills the blocks."""
 _KEPT = _IN_FLIGHT + 4
-"""Blocks that are kept: as many as are in use at a time, which are those in flight, the one that is gathered, and three
-of who reads ahead of the writing."""
+"""Blocks that are kept for reuse: those in flight, the gathered one, and three of a reader ahead of the writes."""
 
 
 class Blocks:
-    """Page-aligned memory of `BLOCK` bytes and a page, one for one use after the other: new memory costs more than
-    the copy to it. For one thread at a time.
+    """Reusable page-aligned memory, in blocks of `BLOCK` bytes and a page. For one thread at a time.
+
+    New memory costs more than the copy to it.
     """
 
     def __init__(self) -> None:
         self._free: list[Bytes] = []
 
     def take(self) -> Bytes:
-        """A block, until it is given back. One that never is, since somebody may still fill it, is forgotten."""
+        """A block, until it is given back. One that is never given back, since it may still be filled, is forgotten."""
         return self._free.pop() if self._free else private_memory(BLOCK + ALIGNMENT)
 
     def give_back(self, block: Bytes) -> None:
@@ -50,7 +50,7 @@ class Blocks:
 
 
 class StreamedFile:
-    """An open file, of which other threads write blocks of bytes. For one thread.
+    """An open file that is written in blocks, by other threads. To be used by one thread.
 
     Args:
         fd: of the file, which is empty.
@@ -61,7 +61,7 @@ class StreamedFile:
     def __init__(self, fd: int, stop: Stop, blocks: Blocks) -> None:
         self._fd, self._stop, self._blocks = fd, stop, blocks
         self._gathered, self._used = blocks.take(), 0
-        """The block with the end of the file, and how many bytes of it are in use."""
+        """The block that gathers the end of the file, and how many bytes of it are in use."""
         self._position = 0
         """Bytes before that."""
         self._writing: deque[tuple[Bytes, Future[int]]] = deque()
@@ -77,7 +77,7 @@ class StreamedFile:
         at = 0
         while at < array.size:
             take = min(array.size - at, BLOCK - self._used)
-            # Past the caches, unlike NumPy's copy, which takes twice as long; of the digest nobody asks.
+            # Bypasses the caches, unlike NumPy's copy, which takes twice as long; the digest is not used.
             copy_and_digest(array[at : at + take], self._gathered[self._used : self._used + take])
             self._used += take
             at += take
@@ -86,7 +86,7 @@ class StreamedFile:
         return array.size
 
     def lend(self, block: Bytes, start: int, end: int) -> None:
-        """Append a range of a block of the same `Blocks`, without a copy; the block is the file's from now on.
+        """Append a range of a block from the same `Blocks`, without a copy; the file owns the block from now on.
 
         ``start`` is `size` modulo `ALIGNMENT`: what was gathered before fits into the same page. Raises as `write`.
         """
@@ -103,10 +103,10 @@ class StreamedFile:
         self._begin(block, whole)
 
     def flush(self) -> None:
-        """Nothing: `new_file` flushes what is complete."""
+        """Does nothing: `new_file` flushes the complete file."""
 
     def _hand_over(self, nbytes: int) -> None:
-        """Begin to write the start of what was gathered; the rest, less than a page, is gathered anew."""
+        """Begin to write the start of the gathered block; the rest, less than a page, moves to a new block."""
         block, rest = self._gathered, self._used - nbytes
         self._wait_for_room()
         self._gathered, self._used = self._blocks.take(), rest
@@ -118,7 +118,7 @@ class StreamedFile:
             self._blocks.give_back(block)
             return
         self._wait_for_room()
-        # Not of a pool, for which an exiting process waits also if it hangs in the device.
+        # Not in a pool: an exiting process would wait for it even if it hangs in the device.
         writing = begun_on_own_thread("file", write_batch, self._fd, [block[:nbytes]], self._position, self._stop)
         self._writing.append((block, writing))
         self._position += nbytes
@@ -130,7 +130,7 @@ class StreamedFile:
     def _wait(self) -> None:
         """Wait for the oldest write."""
         block, writing = self._writing[0]
-        writing.result()  # of one that failed, `give_up` is to know
+        writing.result()  # if it failed, it stays in the queue for `give_up`
         self._writing.popleft()
         self._blocks.give_back(block)
 
@@ -155,10 +155,10 @@ class StreamedFile:
 
 @contextmanager
 def new_file(path: Path, stop: threading.Event | None = None, blocks: Blocks | None = None) -> Iterator[StreamedFile]:
-    """A new file at ``path``; flushed to the device at the end of the block, and removed if that raises.
+    """Write a new file at ``path``; it is flushed to the device at the end of the block, or removed if that raises.
 
-    ``stop`` ends the writing, which raises `Stopped` then; ``blocks`` is memory that it takes. Raises `OSError`;
-    `FileExistsError` where something is.
+    ``stop`` ends the writing, which raises `Stopped` then; ``blocks`` provides its memory. Raises `OSError`;
+    `FileExistsError` if ``path`` exists.
     """
     fd = _opened(path)
     try:
@@ -183,5 +183,5 @@ def _opened(path: Path) -> int:
         if error.errno != errno.EINVAL:
             raise
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # which some file systems have made all the same
+            path.unlink()  # some file systems create the file all the same
         return os.open(path, flags, 0o666)

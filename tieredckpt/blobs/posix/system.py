@@ -1,4 +1,4 @@
-"""What the kinds of folders ask the system besides files: the type of a file system, extended attributes, `lfs`."""
+"""Questions of the folder kinds to the system: the type of a file system, extended attributes, `lfs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LUSTRE = 0x0BD00BD0
 TMPFS, RAMFS = 0x01021994, 0x858458F6
 _CEPH, _GPFS, _GFS2, _OCFS2 = 0x00C36400, 0x47504653, 0x01161970, 0x7461636F
 COHERENT = {LUSTRE, _CEPH, _GPFS, _GFS2, _OCFS2}
-"""Types of file systems that ask other nodes, and whose clients all see the same names and sizes at any time."""
+"""Types of file systems whose clients all see the same names and sizes at any time, since they ask other nodes."""
 _NETWORK = {
     NFS: "NFS",
     LUSTRE: "Lustre",
@@ -52,7 +52,7 @@ _LOCAL = {
     0x958458F6: "hugetlbfs",
     0x794C7630: "overlayfs",
 }
-"""The types of which each is one machine's own. What is not known may be on a network."""
+"""Types of file systems that belong to one machine. An unknown type may be on a network."""
 _SECONDS = 30.0
 
 
@@ -110,12 +110,12 @@ SYSTEM = System()
 
 
 def name_of(kind: int) -> str:
-    """What people call a type of file system."""
+    """The name of a type of file system, for people."""
     return _NETWORK.get(kind) or _LOCAL.get(kind, f"type {kind:#x}")
 
 
 def is_local(kind: int) -> bool:
-    """Whether a type of file system is one machine's own; true where the platform names none."""
+    """Whether a type of file system belongs to one machine; True where the platform names none."""
     return kind == 0 or kind in _LOCAL
 
 

@@ -1,7 +1,7 @@
-"""The caller's memory while a thread fills it, which the caller may take back at any time.
+"""The caller's memory while a thread fills it; the caller may take it back at any time.
 
-A thread reads into memory of its own, since a read may hang in the device for ever, and copies from there. So the
-caller waits for a copy at most, and not for the device.
+The thread reads into memory of its own, since a read may hang in the device for ever, and copies from there. So the
+caller waits for a copy at most, never for the device.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Stopped(Exception):
 
 
 class Target:
-    """Memory for stretches of a file, which are in order and do not overlap; with ``digested``, their digests too.
+    """Memory for stretches of a file, in order and without overlap; with ``digested``, it computes their digests too.
 
-    `take` and `restart` are for the thread that reads, `take_back` and `let_go` for the loop of the caller, which sets
+    The reading thread calls `take` and `restart`; the loop of the caller calls `take_back` and `let_go`, which set
     ``stop``.
     """
 
@@ -47,7 +47,7 @@ class Target:
         self.restart()
 
     def restart(self) -> None:
-        """Want all bytes once more."""
+        """Begin again: all bytes are wanted once more."""
         with self._guards_memory:
             self.at = self.begin
             """Offset of the next byte that is wanted."""
@@ -56,7 +56,7 @@ class Target:
             self._copying: _Copier | CopyDigester | None = None
 
     def take(self, piece: Bytes) -> None:
-        """Copy the bytes of the file from `at` on to where they go. Raises `Stopped` when the memory was taken back."""
+        """Copy the bytes of the file from `at` on to the memory. Raises `Stopped` when the memory was taken back."""
         with self._guards_memory:
             if self.stop.is_set():
                 raise Stopped
@@ -78,7 +78,7 @@ class Target:
             self._waiting.popleft()
 
     async def take_back(self) -> None:
-        """As `let_go`, without blocking the loop, unless this is closed; cancelled, it is none the sooner."""
+        """As `let_go`, without blocking the loop, unless the coroutine is closed; a cancellation waits too."""
         self.stop.set()
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -93,7 +93,7 @@ class Target:
             raise cancelled
 
     def let_go(self) -> None:
-        """Nothing is written to the memory after this, and nothing refers to it; waits for a copy under way."""
+        """Stop all writes and references to the memory; waits for a copy under way."""
         self.stop.set()
         with self._guards_memory:
             self._waiting.clear()

@@ -1,4 +1,4 @@
-"""Threads for calls that may hang in the device: how many hang is known, no more than all of them, and none at exit."""
+"""Threads for calls that may hang in the device: hanging calls are counted and bounded, and do not block the exit."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Threads"]
 T = TypeVar("T")
 
 _HANGS_AFTER = 5.0
-"""Seconds after which a call that nobody waits for any more counts as hanging: others end before their next block."""
+"""Seconds after which a call without a waiting caller counts as hanging: other calls end before their next block."""
 
 _Waiting = SimpleQueue[Callable[[], None] | None]
-"""Calls that no thread has begun; None ends a thread."""
+"""Calls that wait for a thread; None ends a thread."""
 
 
 class Threads(Executor):
     """At most ``count`` threads of the store at ``place``, for one kind of work; ``name`` is for debuggers.
 
-    They are daemons: those of a `ThreadPoolExecutor` are waited for when the process ends, also where they hang.
+    They are daemon threads: a process waits at its end for those of a `ThreadPoolExecutor`, even if they hang.
     """
 
     def __init__(self, count: int, name: str, place: str) -> None:
@@ -39,15 +39,15 @@ class Threads(Executor):
         self._started = 0
         self._is_over = False
         self._calls: set[Future[Any]] = set()
-        """Those that have not ended."""
+        """Calls that have not ended."""
         self._left: dict[Future[Any], float] = {}
-        """Calls under way that nobody waits for, and since when."""
+        """Calls under way that no caller waits for, with the time since when."""
         _all.add(self)
         weakref.finalize(self, self._waiting.put, None).atexit = False
 
     @property
     def left(self) -> int:
-        """How many threads are in calls that nobody waits for any more."""
+        """How many threads are in calls that no caller waits for any more."""
         return len(self._left)
 
     def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
@@ -75,13 +75,13 @@ class Threads(Executor):
         return call
 
     def leave(self, call: Future[Any], *, cancel: bool = True) -> None:
-        """Note that nobody waits for a call any more; with ``cancel``, one that no thread has begun is cancelled."""
+        """Note that no caller waits for a call any more; with ``cancel``, a call that has not begun is cancelled."""
         if not (cancel and call.cancel()):
             self._left[call] = time.monotonic()
             call.add_done_callback(self._ended)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads behind the calls that were submitted. Neither argument is heeded."""
+        """End the threads after the submitted calls. Both arguments are ignored."""
         self._is_over = True
         self._waiting.put(None)
 
@@ -94,7 +94,7 @@ class Threads(Executor):
         self._calls.discard(call)
 
     def may_end(self) -> set[Future[Any]]:
-        """The calls under way, but for those that hang."""
+        """The calls under way, except those that hang."""
         return self._calls.difference(self._hanging())
 
 
@@ -107,7 +107,7 @@ def _wait_for_what_may_end() -> None:
 
 
 def _work(waiting: _Waiting, idle: threading.Semaphore) -> None:
-    """Carry out calls, until there are none and never will be."""
+    """Carry out calls until the queue is shut down."""
     while (carry_out := waiting.get()) is not None:
         carry_out()
         del carry_out  # and the memory that it refers to

@@ -4,10 +4,9 @@ Everything here blocks and belongs on a thread. Memory is one-dimensional uint8 
 large copies release the GIL. A transfer looks at its `Stop` before every system call, and no call moves more
 than about `BLOCK` bytes.
 
-Direct I/O wants file offset, length and address to be multiples of `ALIGNMENT`. Bytes that are not go through an
-*arena*, aligned memory of the thread that is kept because fresh pages cost more than the copy; so do bytes for a
-`Target`. A file system that accepts ``O_DIRECT`` and then refuses a transfer (``EINVAL``) is served
-by buffered I/O.
+Direct I/O wants file offset, length and address to be multiples of `ALIGNMENT`. Other bytes go through an *arena*,
+aligned memory that the thread keeps because fresh pages cost more than the copy; so do bytes for a `Target`. A file
+system that accepts ``O_DIRECT`` and then refuses a transfer (``EINVAL``) is served by buffered I/O.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ BLOCK = 16 << 20
 """Most bytes of one system call, hence how much a cancelled transfer may still move."""
 
 DIRECT_FROM = 1 << 20
-"""Transfers of fewer bytes are better served by the page cache."""
+"""The page cache serves smaller transfers better."""
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """The flag of direct I/O; 0 on platforms without it."""
 
 _ARENA = 4 << 20
-"""Bytes that are read before they are copied: the fewer, the more a fast device waits for the next request."""
+"""Bytes of a read into the arena before they are copied; larger reads make a fast device wait more for the next one."""
 _BUFFERS_PER_CALL = 512  # half of Linux's IOV_MAX
 _EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 
@@ -112,7 +111,7 @@ def fill(fd: int, offset: int, into: Bytes, stop: Stop, *, direct: bool) -> None
 
 
 def read(fd: int, target: Target, *, direct: bool) -> None:
-    """Bring the bytes of a file that ``target`` wants to its memory, through the arena.
+    """Read the bytes that ``target`` wants, and copy them to its memory through the arena.
 
     With ``direct`` the descriptor was opened with `O_DIRECT`. Raises `OSError`, `EndOfFile`, `Stopped`.
     """
@@ -130,8 +129,9 @@ def read(fd: int, target: Target, *, direct: bool) -> None:
 
 
 def _take_pieces(fd: int, target: Target, unit: int) -> None:
-    """Take what there is up to the end of the file; reads begin at multiples of ``unit``, and a short one that does not
-    end there was the last.
+    """Read until the target or the file ends; reads begin at multiples of ``unit``.
+
+    A short read that does not end at such a multiple was the last one.
     """
     arena = _arena()
     while target.at < target.end:
@@ -207,14 +207,14 @@ def plain_batches(parts: Sequence[Bytes], block: int = BLOCK) -> Iterator[list[B
 
 
 def write_batch(fd: int, batch: list[Bytes], position: int, stop: Stop) -> int:
-    """Write buffers one after the other from ``position`` on, and tell where they end. Raises `OSError`, `Stopped`."""
+    """Write buffers one after the other from ``position`` on; returns where they end. Raises `OSError`, `Stopped`."""
     while batch:
         check(stop)
         direct = _is_direct(fd)  # before: another thread that writes to the file may make it buffered meanwhile
         try:
             written = os.pwritev(fd, [buffer.data for buffer in batch], position)
         except OSError as error:
-            # Also what a short direct write leads to, since its rest is not aligned.
+            # This also handles a short direct write, since its rest is not aligned.
             if error.errno != errno.EINVAL or not direct:
                 raise
             _leave_direct(fd)
@@ -225,7 +225,7 @@ def write_batch(fd: int, batch: list[Bytes], position: int, stop: Stop) -> int:
 
 
 def _without(batch: list[Bytes], count: int) -> list[Bytes]:
-    """What is left of ``batch`` after its first ``count`` bytes."""
+    """The rest of ``batch`` after its first ``count`` bytes."""
     for index, buffer in enumerate(batch):
         if count < len(buffer):
             return [buffer[count:], *batch[index + 1 :]]
@@ -272,6 +272,6 @@ def _down(count: int) -> int:
 
 
 def check(stop: Stop) -> None:
-    """Raise `Stopped` when it was told to."""
+    """Raise `Stopped` if ``stop`` is set."""
     if stop.is_set():
         raise Stopped

@@ -1,4 +1,4 @@
-"""Small JSON files of a RAM tier's folder: read as what anybody may have put there, and replaced in one step."""
+"""Small JSON files of a RAM tier's folder: read without trust, and replaced in one step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def read_json(path: Path, kind: type[S], *, limit: int) -> S | None:
-    """The value in a regular file of at most ``limit`` bytes; None where there is none that can be used. Blocking."""
+    """Read the value of a regular file of at most ``limit`` bytes; None if there is no usable one. Blocking."""
     try:
         fd = open_regular(path, os.O_RDONLY, follow_symlinks=False)
         with os.fdopen(fd, "rb") as file:
@@ -28,7 +28,7 @@ def read_json(path: Path, kind: type[S], *, limit: int) -> S | None:
 
 
 def replace_json(path: Path, new: Path, value: msgspec.Struct) -> None:
-    """Put a value in place of a file's content, by way of the file ``new``. Blocking; raises `OSError`."""
+    """Replace the content of a file by a value, by way of the file ``new``. Blocking; raises `OSError`."""
     new.unlink(missing_ok=True)  # of a process that died here
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:

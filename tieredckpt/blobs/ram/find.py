@@ -1,7 +1,7 @@
-"""The RAM tiers of this user on this machine: whose they are, what they hold, and whether somebody uses them.
+"""Find the RAM tiers of this user on this machine: their stores, their steps, and whether a process uses them.
 
-A RAM tier lies at ``ROOT/<store UUID>``, or, of one of several ranks, in ``rank-N`` below that. The marker in the
-folder tells the store, whatever the folder is called: versions before called it by the store's name, or took ROOT.
+A RAM tier lies at ``ROOT/<store UUID>`` or, for one of several ranks, in ``rank-N`` below that. The marker in the
+folder identifies the store, whatever the folder's name: earlier versions named it after the store, or used ROOT itself.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class FoundRam(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     """Rank whose parts of steps it has; None where it has whole steps."""
     owner: Owner | None
-    """None of a version before."""
+    """None for a folder of an earlier version."""
     steps: tuple[tuple[int, int], ...]
-    """Serial and number of what it holds, oldest first."""
+    """Serial and number of the steps that it holds, oldest first."""
     nbytes: int
     """Memory that its slab has."""
     lost: bool
-    """Whether the slab has gone with its process, or with an earlier boot."""
+    """Whether the slab is lost with its process, or with an earlier boot."""
     user: str
     """The process that uses it, for people; empty when none does."""
     modified: float
     """When its last step was committed, in seconds since the epoch; 0 without one."""
     holding: tuple[str, ...] = ()
-    """After `judged`: noted locations that still hold the store, as far as that can be told."""
+    """Set by `judged`: noted locations that still hold the store, as far as that can be told."""
     elsewhere: tuple[str, ...] = ()
-    """After `judged`: noted locations where the store was seen, and another file system is now."""
+    """Set by `judged`: noted locations where the store was seen, and another file system is now."""
 
     @property
     def store(self) -> str:
@@ -57,7 +57,7 @@ class FoundRam(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_at(self) -> float:
-        """Seconds since the epoch: when it was opened to be written, or written, last."""
+        """Time of the last opening for writing, or of the last write, in seconds since the epoch."""
         return max(self.modified, self.owner.used_at if self.owner is not None else 0.0)
 
 
@@ -68,9 +68,9 @@ def find_ram(root: Path) -> list[FoundRam]:
 
 
 def judged(found: FoundRam) -> FoundRam:
-    """Find out what is at the noted locations now. Blocks as long as their file systems take.
+    """Check what is at the noted locations now. Blocks as long as their file systems take.
 
-    A location that cannot be looked at counts as still there if it is a URL, and as gone if its path is.
+    If a location cannot be looked at, a URL counts as still there; a path counts as gone if it is missing.
     """
     holding, elsewhere = [], []
     for place in found.owner.places if found.owner is not None else ():
@@ -114,7 +114,7 @@ def marker_at(folder: Path) -> StoreMarker | None:
 
 
 def _folders(root: Path) -> list[Path]:
-    """The folders that may be RAM tiers: the root, as versions before had it, those in it, and the ranks' in these."""
+    """Folders that may be RAM tiers: the root (in earlier versions), its subfolders, and ranks' folders in these."""
     tops = [root, *_below(root), *unfinished_moves(root).values()]
     ranks = (path for top in tops for path in _below(top) if _RANK.fullmatch(path.name))
     return list(dict.fromkeys([*tops, *ranks]))
@@ -161,7 +161,7 @@ def _steps(folder: Path) -> dict[tuple[int, int], float]:
 
 
 def _user(folder: Path) -> str:
-    """The process that locks a folder, by the kernel's list: taking the lock could disturb one that opens it."""
+    """The process that locks a folder, from the kernel's list: taking the lock could disturb one that opens it."""
     with contextlib.suppress(OSError, ValueError):
         lock = (folder / LOCK).lstat()
         held = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"

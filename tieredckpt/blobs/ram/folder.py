@@ -1,4 +1,4 @@
-"""The folder of a RAM tier: where it lies, that it is this user's alone, who may write to it, and how it goes."""
+"""The folder of a RAM tier: where it lies, its protection from other users, its lock, and its removal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RANK_FOLDER = "rank-"
 LOCK = "lock"
 
 _TRIES = 100
-"""How often a folder is made that is gone at once."""
+"""How often to try to make a folder that another process removes at once."""
 
 _MOVING = ".moving"
 """Suffix of the link from the new to the former name of a folder that is being moved to a store's."""
@@ -49,8 +49,9 @@ _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def shared_memory_root() -> Path:
-    """The folder of this user's RAM tiers: ``TIEREDCKPT_SHARED_MEMORY`` where that is set, else a folder of its own in
-    ``/dev/shm`` on Linux, in the temporary folder elsewhere.
+    """The folder of this user's RAM tiers: ``TIEREDCKPT_SHARED_MEMORY`` if set, else a folder in shared memory.
+
+    That is in ``/dev/shm`` on Linux, and in the temporary folder elsewhere.
     """
     if chosen := os.environ.get(SHARED_MEMORY_VARIABLE):
         return Path(chosen).absolute()
@@ -61,24 +62,24 @@ def shared_memory_root() -> Path:
 
 
 def ram_root(path: Path | None) -> Path:
-    """The folder that has one of its own for every store: ``path`` of the tier, else this user's."""
+    """The folder with a subfolder for every store: ``path`` of the tier, else this user's."""
     return path or shared_memory_root()
 
 
 def is_store_folder(name: str) -> bool:
-    """Whether a folder is called as that of a store is: by the UUID."""
+    """Whether ``name`` is that of a store's folder: a UUID."""
     return _UUID.fullmatch(name) is not None
 
 
 def take(folder: Path) -> int:
-    """Make the folder ours alone; the descriptor that locks it. Raises `Conflict`, `OSError`."""
+    """Create and lock the folder for this user alone; returns the lock's descriptor. Raises `Conflict`, `OSError`."""
     tries = 0
     while True:
         try:
             for own in (*_above(folder), folder):
                 _own_folder(own)
             lock = _lock_folder(folder)
-        except FileNotFoundError:  # the one who had it has just removed it, or nothing can be made there, as in /proc
+        except FileNotFoundError:  # its owner has just removed it, or nothing can be made there, as in /proc
             tries += 1
             if tries == _TRIES:
                 raise
@@ -101,7 +102,7 @@ def locked(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def _above(folder: Path) -> list[Path]:
-    """The folders above that are this library's own, outermost first."""
+    """The parent folders that belong to this library, outermost first."""
     ranks = [folder.parent] if folder.name.startswith(RANK_FOLDER) else []
     top = ranks[0] if ranks else folder
     return [top.parent, *ranks] if is_store_folder(top.name) or top.parent == shared_memory_root() else ranks
@@ -122,7 +123,7 @@ def _own_folder(path: Path) -> None:
 
 
 def check_owner(path: Path, *, strictly: bool = False) -> None:
-    """Refuse somebody else's folder, for they could read the state, or make it up; root may look at any."""
+    """Refuse a folder of another user, who could read the state or forge it; root may read any folder."""
     found = path.lstat()
     ours = found.st_uid == os.getuid() or (os.getuid() == 0 and not strictly)
     if not stat.S_ISDIR(found.st_mode) or not ours:
@@ -143,9 +144,9 @@ def _lock_folder(folder: Path) -> int:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder that is locked by this process, but for those of ranks and stores in it. Blocking.
+    """Delete a folder that this process has locked, except the folders of ranks and stores in it. Blocking.
 
-    The lock goes last. Somebody else may have deleted it before, as a cleanup of ``/dev/shm`` does.
+    The lock goes last. Another program, such as a cleanup of ``/dev/shm``, may have deleted the folder before.
     """
     mine: list[Path] = []
     with contextlib.suppress(FileNotFoundError):
@@ -163,21 +164,21 @@ def remove(folder: Path) -> None:
             above.rmdir()
 
 
-# -- versions before, which had one folder for each name or path --------------------------------------------
+# -- earlier versions, which had one folder for each name or path ---------------------------------------------
 
 
 def move_in(old: Path, new: Path) -> None:
-    """Move what a version before has made of a folder to where this one has it. Blocking.
+    """Move a folder of an earlier version to its new place. Blocking.
 
-    A process that dies meanwhile leaves a link behind, by which `unfinished_moves` finds what is left to move. Raises
-    `Conflict` when somebody uses it, `OSError`.
+    A process that dies meanwhile leaves a link, by which `unfinished_moves` finds the rest. Raises `Conflict` when
+    another process uses the folder, `OSError`.
     """
     lock = take(old)
     try:
         for own in (*_above(new), new):
             _own_folder(own)
         if old not in new.parents and not any(new.iterdir()):
-            old.rename(new)  # in one step; what is empty is replaced
+            old.rename(new)  # in one step; the empty folder is replaced
             return
         link = new.with_name(new.name + _MOVING)
         with contextlib.suppress(FileExistsError):
@@ -193,7 +194,7 @@ def move_in(old: Path, new: Path) -> None:
 
 
 def unfinished_moves(root: Path) -> dict[str, Path]:
-    """By the UUID of the store, the folders from which a process that died was moving to the store's. Blocking."""
+    """Folders from which a dead process was moving RAM to a store's folder, by the UUID of the store. Blocking."""
     found = {}
     with contextlib.suppress(OSError):
         for path in root.iterdir():
@@ -203,11 +204,11 @@ def unfinished_moves(root: Path) -> dict[str, Path]:
 
 
 def keep_earlier_versions_out(root: Path, label: str | None, store: str) -> None:
-    """Keep earlier versions out of the place where they would look for a store's RAM. Blocking; raises `OSError`.
+    """Stop earlier versions from using a store's RAM folder at its old place. Blocking; raises `OSError`.
 
     Args:
         root: where the store's folder is.
-        label: what such a version calls the folder in the root; None where it takes the root itself.
+        label: the name of the folder in such versions; None where they use the root itself.
         store: the UUID.
     """
     if label is None:
@@ -217,7 +218,7 @@ def keep_earlier_versions_out(root: Path, label: str | None, store: str) -> None
     link = root / label
     if link.is_symlink():
         link.unlink()
-    with contextlib.suppress(FileExistsError):  # a folder: RAM of such a version, and of another store
+    with contextlib.suppress(FileExistsError):  # an existing folder: RAM of an earlier version, and of another store
         link.symlink_to(store)
 
 
@@ -230,5 +231,5 @@ def _let_earlier_versions_in(root: Path) -> None:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Whether what lies in a folder is no part of its RAM: it is a rank's, or a store's in a root once taken whole."""
+    """Whether ``path`` is no part of a folder's RAM: it is a rank's, or a store's in a root that was one RAM once."""
     return path.name.startswith(RANK_FOLDER) or is_store_folder(path.name) or path.suffix == _MOVING

@@ -22,7 +22,7 @@ async def _open(tier: RamTier, *, read_only: bool = False) -> BlobStore:
 
 
 async def _checkup(tier: RamTier, nbytes: int) -> AsyncIterator[Check]:
-    """RAM belongs to its trainer, so it is only asked whether it would fit."""
+    """Check only that RAM would fit, since RAM belongs to its trainer."""
     limit, source = memory_limit()
     if isinstance(tier.capacity, int):
         yield Check(
@@ -43,7 +43,7 @@ RAM = TierKind(
     config=RamTier,
     open=_open,
     survives=lambda tier: Survives.PROCESS,
-    exists=lambda tier: False,  # it is looked for by what it notes
+    exists=lambda tier: False,  # it is found by its owner note
     location=lambda tier: None,
     scopes=("node",),
     medium="memory",

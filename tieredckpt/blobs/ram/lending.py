@@ -1,4 +1,4 @@
-"""Lends pieces of a slab to those who wait for each other in turn."""
+"""Lends pieces of a slab to callers, in the order of their requests."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ async def borrow(slab: Slab, nbytes: int, turn: asyncio.Lock, returned: Callable
     """The offset of a piece of ``slab``, which grows for it while it may. Waiters are served in the order of ``turn``.
 
     Args:
-        slab: of which everything that is handed out comes back.
+        slab: whose pieces all come back.
         nbytes: at most its capacity.
         turn: of this slab.
-        returned: waits until something has come back since it was called.
+        returned: waits until a piece comes back.
 
     Raises:
         NoSpace: the system refuses the memory, and no piece is out that could come back.
     """
     async with turn:
         if slab.spare < aligned(nbytes) and slab.reserved < slab.capacity:
-            with suppress(NoSpace):  # then what is out has to come back
+            with suppress(NoSpace):  # then a piece that is out has to come back
                 await in_thread(slab.reserve, slab.reserved + nbytes)  # new memory takes its time
         while (offset := slab.allocate(nbytes)) is None:
             if not slab.used:

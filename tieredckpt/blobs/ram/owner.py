@@ -1,8 +1,8 @@
-"""``owner.json``: the note in a RAM tier's folder that tells whose it is, by where that store's other tiers are.
+"""``owner.json``: the note in a RAM tier's folder that identifies the owning store by the places of its other tiers.
 
-A store is known by its UUID, which a copied folder has as well and a new one has not yet. So the note records for
-every slower tier where it is, and whether the store's marker was ever seen there. It is believed for what it is: a
-small file that anybody with this user's rights may have put there.
+A store is known by its UUID, but a copied folder has the same UUID, and a new store has none yet. So the note records
+for every slower tier where it is, and whether the store's marker was ever seen there. The note is not trusted further:
+any program with this user's rights may have written it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     location: str
     """An absolute path after `os.path.realpath`, or a URL without secrets."""
     configured: str = ""
-    """The path as the configuration has it: what is compared while its file system does not answer."""
+    """The path as configured, which is compared while its file system does not answer."""
     inode: tuple[int, int] | None = None
-    """Device and inode of the store's marker there; None where it is no file of this machine, or has several names."""
+    """Device and inode of the store's marker there; None if it is not a file of this machine, or has several names."""
     file_system: str = ""
-    """Identity of the file system, the same after another mount; empty where unknown."""
+    """Identity of the file system, which survives another mount; empty if unknown."""
     seen: bool = False
-    """Whether the store's marker was ever there; never of a tier that does not outlive the node."""
+    """Whether the store's marker was ever there; always False for a tier that does not outlive the node."""
     lasting: bool = True
     """Whether the tier outlives the node."""
 
@@ -52,11 +52,11 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """How many ranks the store had."""
     places: tuple[Place, ...] = ()
     used_at: float = 0.0
-    """Seconds since the epoch: when a writer last opened it."""
+    """Time at which a writer last opened it, in seconds since the epoch."""
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """The note of a folder; None where there is none that can be used, as in one of an earlier version. Blocking."""
+    """The note of a folder; None if there is no usable one, as in a folder of an earlier version. Blocking."""
     return read_json(folder / _OWNER, Owner, limit=_SIZE_MAX)
 
 
@@ -73,7 +73,7 @@ def look_at(path: Path) -> Place:
     except OSError:
         inode = None
     else:
-        inode = (found.st_dev, found.st_ino) if found.st_nlink == 1 else None  # else it is also a copy's
+        inode = (found.st_dev, found.st_ino) if found.st_nlink == 1 else None  # else a copy has it too
     return Place(
         location=str(real),
         configured=os.path.normpath(path),
@@ -84,7 +84,7 @@ def look_at(path: Path) -> Place:
 
 
 def _file_system_of(path: Path) -> str:
-    """Names the file system that has a path, or would have it: that of the nearest folder that exists. Blocking.
+    """The identity of the file system of a path, or of its nearest existing parent. Blocking.
 
     The ``f_fsid`` of statvfs(2), which stays when a file system is mounted again; the device number where it is 0.
     """
@@ -100,9 +100,9 @@ def _file_system_of(path: Path) -> str:
 
 
 def is_removed(noted: Place, now: Place) -> bool:
-    """Whether a marker that was at a place, and is there no more, was removed by a person.
+    """Whether a person removed a marker that was at a place and is not there any more.
 
-    Otherwise another file system is there than was: the right one is not mounted, or was replaced.
+    Otherwise another file system is there now: the right one is not mounted, or was replaced.
     """
     return bool(noted.file_system) and noted.file_system == now.file_system
 

@@ -19,14 +19,13 @@ __all__ = ["place_of", "places_of"]
 
 
 async def places_of(config: StoreConfig) -> dict[str, Place]:
-    """By name, where the tiers are that can tell one store from another: not RAM, nor memory of this process, nor what
-    holds derived steps alone."""
+    """The places, by name, of the tiers that identify a store: not memory, nor tiers that hold only derived steps."""
     found = await asyncio.gather(*(place_of(tier) for tier in config.exact))
     return {tier.name: place for tier, place in zip(config.exact, found, strict=True) if place is not None}
 
 
 async def place_of(tier: TierConfig) -> Place | None:
-    """The place of a tier and what is there now; None for memory. A path that does not answer is taken by its text."""
+    """The place of a tier, and what is there now; None for memory. A path that does not answer is taken as text."""
     where = kind_of(tier).location(tier)
     if not isinstance(where, Path):
         return Place(location=where) if where else None

@@ -1,4 +1,4 @@
-"""How much memory automatic slabs may take: all of this user's on this machine together, a share of what there is."""
+"""Memory quota of automatic slabs: all slabs of this user on this machine together take a share of the memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("tieredckpt")
 
 
 class Quota:
-    """Asked by a slab before it grows. Safe to call from any thread; blocking.
+    """Decides whether a slab may grow. Safe to call from any thread; blocking.
 
     Args:
         folder: of the slab. Slabs of the same store are not counted: each of its ranks has a quota of its own.
@@ -32,7 +32,7 @@ class Quota:
         self._told = False
 
     def __call__(self, nbytes: int, *, tell: bool = True) -> bool:
-        """Whether the slab may have so many bytes. That it may not is said once by ``tell``, with what takes them."""
+        """Whether the slab may have so many bytes. With ``tell``, a refusal is logged once, with the other slabs."""
         others = self._others()
         if nbytes + sum(others.values()) <= self._total:
             return True
@@ -48,22 +48,22 @@ class Quota:
         return False
 
     def _others(self) -> dict[Path, int]:
-        """Bytes of the slabs of this user's other stores, those that they are still to take included, by folder."""
+        """Bytes of the slabs of this user's other stores, by folder, including bytes that they have yet to take."""
         stores = (folder for folder in _folders(self._top) if self._top not in (folder, folder.parent))
         found = {folder: slab_bytes(folder, expected=True) for folder in stores}
         return {folder: size for folder, size in found.items() if size}
 
 
 def expected_elsewhere(folder: Path) -> int:
-    """Bytes of shared memory that this user's slabs in other folders are still to take. Blocking."""
+    """Bytes of shared memory that this user's slabs in other folders have yet to take. Blocking."""
     return sum(lacking_bytes(other) for other in _folders(_top(folder)) if other != folder)
 
 
 @contextlib.contextmanager
 def counted(folder: Path) -> Iterator[None]:
-    """One rank of a store at a time finds out whether there is room, and notes what its slab expects. Blocking.
+    """Lock the store's folder, while a rank checks for room and notes the expected size of its slab. Blocking.
 
-    They open at the same moment, and each would count on the same room.
+    All ranks open at the same moment, and each would count on the same room.
     """
     fd = os.open(_top(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -74,7 +74,7 @@ def counted(folder: Path) -> Iterator[None]:
 
 
 def _top(folder: Path) -> Path:
-    """The folder of a store, of which each rank may have one of its own."""
+    """The folder of a store, in which each rank may have one of its own."""
     return folder.parent if folder.name.startswith(RANK_FOLDER) else folder
 
 

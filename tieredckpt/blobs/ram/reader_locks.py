@@ -1,8 +1,8 @@
-"""Objects of a RAM tier that were taken away and are still being read: kept apart until their last reader has gone.
+"""Removed objects of a RAM tier that are still being read: kept apart until their last reader has finished.
 
-A reader holds a shared lock on the manifest of its step, and locks belong to files, not to names. So a manifest that
-goes is renamed, with its index beside it: who opens the folder next, also after the death of the writer, finds what
-memory the readers still look at.
+A reader holds a shared lock on the manifest of its step, and locks belong to files, not to names. So a removed manifest
+is renamed, with its index beside it: the next writer to open the folder, even after the death of this one, finds the
+memory that readers still use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INDEX = ".btree"
 
 @dataclass(frozen=True, slots=True)
 class StillRead:
-    """A step that an earlier writer took away, and whose readers are still there."""
+    """A step that an earlier writer removed while readers still use it."""
 
     manifest: bytes
     index: bytes
@@ -39,7 +39,7 @@ class StillRead:
 
 
 class Retired:
-    """The objects that were taken away from one folder; its methods block."""
+    """The objects that were removed from one folder; its methods block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,8 +48,8 @@ class Retired:
     def take_away(self, key: str, index: str) -> Callable[[], bool]:
         """Remove an object at once; the returned function tells whether its last reader has gone.
 
-        ``index`` is the key of what tells which memory it refers to, kept beside it as long as it is read; empty
-        where there is none. Raises `NoSpace`, `TierUnavailable`.
+        ``index`` is the key of the index of its memory, which is kept beside it while it is read; empty where there is
+        none. Raises `NoSpace`, `TierUnavailable`.
         """
         path, name = self._folder / key, self._folder / RETIRED / secrets.token_hex(8)
         try:
@@ -57,7 +57,7 @@ class Retired:
         except FileNotFoundError:
             return lambda: True
         try:
-            if self._until_unread(file, path)():  # what nobody reads needs no room for another name
+            if self._until_unread(file, path)():  # an object without readers needs no other name
                 return lambda: True
             name.parent.mkdir(mode=0o700, exist_ok=True)
             if index:
@@ -81,7 +81,7 @@ class Retired:
             try:
                 file = os.fdopen(open_regular(name, os.O_RDONLY, follow_symlinks=False), "rb")
             except (OSError, Corrupt):
-                continue  # nothing that was made here
+                continue  # not made by this class
             unread = self._until_unread(file, name)
             if not unread():
                 with contextlib.suppress(FileNotFoundError):

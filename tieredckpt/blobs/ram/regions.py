@@ -1,4 +1,4 @@
-"""The memory of this process that another process can map: which file holds an address, and where in it.
+"""Find memory of this process that another process can map: the file that holds an address, and the offset in it.
 
 Slabs register what they map (`tieredckpt.blobs.ram.slab`), so that a store whose I/O runs in another process can
 name the bytes there instead of copying them.
@@ -49,13 +49,13 @@ class Region:
         with _guards_regions:
             if not self.closed:
                 self._fd = -1
-                _know(_known[1])  # but for this one
+                _know(_known[1])  # without this one
 
 
 def register(address: int, size: int, fd: int, *, writable: bool) -> Region:
-    """Make known that ``size`` bytes at ``address`` are the file ``fd``, mapped shared from its start.
+    """Register ``size`` bytes at ``address`` as the file ``fd``, mapped shared from its start.
 
-    The descriptor stays the caller's, who closes the region before it.
+    The caller keeps the descriptor, and closes the region before it.
     """
     region = Region(address, size, fd, writable)
     with _guards_regions:

@@ -37,9 +37,9 @@ _log = logging.getLogger("tieredckpt")
 _MAPPED_AT_ONCE = 32 << 20
 _PREPARED_AT_ONCE = 64 << 20
 _RESERVED_AT_ONCE = 256 << 20
-"""Bytes that are asked for at once, where somebody waits: enough for all threads that clear huge pages."""
+"""Bytes of one request while a caller waits: enough for all threads that clear huge pages."""
 _SHARE = 0.25
-"""Of a processor's time, which memory takes at most that is prepared behind the training."""
+"""Most of a processor's time that background preparation of memory takes."""
 
 
 class Slab:
@@ -47,14 +47,15 @@ class Slab:
 
     Args:
         fd: an open file of at least ``capacity`` bytes; the slab owns it, also when this raises. None for memory of
-            this process alone, which comes in huge pages where the system has them: direct I/O then moves 2 MiB in
-            one piece instead of 512, and read 1.4 times as fast on the reference machine.
+            this process alone, which comes in huge pages where the system has them: direct I/O then moves 2 MiB in one
+            piece instead of 512, and read 1.4 times as fast on the reference machine.
         capacity: the largest size it may grow to, in bytes, a multiple of `ALIGNMENT`.
-        reserved: how much of it has its memory already, from the start.
+        reserved: bytes from the start that have their memory already.
         writable: False for a slab that another process writes; nothing is handed out from it then.
-        growing: entered, with how much of it has its memory, while more is asked for; it may raise `OSError`.
-        quota: asked before it grows, with the size that it would have then; None where the capacity alone counts. Told
-            by ``tell`` whether to say what takes the memory.
+        growing: entered while more memory is asked for, with the bytes that have theirs already; it may raise
+            `OSError`.
+        quota: asked before the slab grows, with its new size; None where the capacity alone counts. Its ``tell`` says
+            whether to log what takes the memory.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Slab:
         quota: Callable[..., bool] | None = None,
     ) -> None:
         self.capacity = capacity
-        """Bytes; lowered to what there is when the system has no more memory to give."""
+        """Bytes; lowered to the present size when the system has no more memory to give."""
         self.writable = writable
         self._fd = fd
         self.array = private_memory(capacity) if fd is None else _mapped(fd, capacity, writable=writable)
@@ -111,7 +112,7 @@ class Slab:
 
     @property
     def spare(self) -> int:
-        """Bytes of the memory that it holds now and has not handed out, in one piece or in several."""
+        """Free bytes of the memory that the slab holds now, in one piece or in several."""
         return self._reserved - self._used
 
     @property
@@ -157,9 +158,9 @@ class Slab:
         return False
 
     def reserve(self, nbytes: int, while_: Callable[[], bool] = lambda: True) -> None:
-        """Take memory until the slab has ``nbytes`` in all, or as much as the capacity allows. Blocking.
+        """Reserve memory until the slab has ``nbytes`` in all, or as much as the capacity allows. Blocking.
 
-        Extents are handed out meanwhile. It ends early once ``while_`` says so, asked before each stride.
+        Extents are handed out meanwhile. It ends early once ``while_``, called before each stride, returns False.
 
         Raises:
             NoSpace: shared memory, or the quota, has less left; what the slab has already stays usable.
@@ -173,9 +174,9 @@ class Slab:
                     raise self._no_space(nbytes)
 
     def check_room(self, nbytes: int, *, besides: int = 0, tell: bool = True) -> None:
-        """Raise `NoSpace` where shared memory, or the quota, has no room for a slab of ``nbytes`` now; takes nothing.
+        """Raise `NoSpace` if shared memory, or the quota, has no room for a slab of ``nbytes`` now; reserves nothing.
 
-        ``besides`` are bytes that others are still to take.
+        ``besides`` are bytes that others have yet to take.
         """
         target = min(self.capacity, aligned(nbytes))
         if target > self._reserved and self._fd is not None:
@@ -193,7 +194,7 @@ class Slab:
         )
 
     def _grow(self, nbytes: int) -> bool:
-        """Take so many bytes more, or up to the end of a huge page; the lock is released meanwhile."""
+        """Reserve so many more bytes, or up to the end of a huge page; the lock is released meanwhile."""
         end = self._reserved + nbytes
         whole = min(-(-end // HUGE_PAGE) * HUGE_PAGE, self.capacity) if end >= HUGE_PAGE else end
         return self._grow_to(whole) or (whole > end and self._grow_to(end))
@@ -272,7 +273,7 @@ class Slab:
 
     @property
     def awaits_memory(self) -> bool:
-        """Whether `prepare` is still to take some."""
+        """Whether `prepare` has yet to reserve memory."""
         return self._reserved < min(self._expected, self.capacity)
 
     def expect(self, nbytes: int, at_least: int = 0) -> None:
@@ -286,14 +287,14 @@ class Slab:
         self._ending.set()
 
     def prepare(self, *, share: float = _SHARE) -> None:
-        """Take the memory that is expected, and map what there is, so that later copies wait for neither.
+        """Reserve the expected memory, and map what is reserved, so that later copies wait for neither.
 
-        Blocking; releases the GIL. Takes at most ``share`` of a processor's time. It ends with the slab, and where
-        there is no more memory; one thread does it for all that call this.
+        Blocking; releases the GIL. Takes at most ``share`` of a processor's time. It ends with the slab, and when there
+        is no more memory; one thread works for all callers.
         """
         while self._unprepared() and self._guards_preparing.acquire(blocking=False):
             try:
-                while self._unprepared():  # and once more outside: somebody may expect more while this lets go
+                while self._unprepared():  # and once more outside: a caller may expect more just before the release
                     begin = time.monotonic()
                     self._prepare_some()
                     self._ending.wait((time.monotonic() - begin) * (mapping.THREADS / share - 1))
@@ -313,7 +314,7 @@ class Slab:
         try:
             self.check_room(expected, tell=False)
         except NoSpace:
-            self._expect_less(expected)  # nothing is taken of what does not suffice
+            self._expect_less(expected)  # nothing is reserved for a size that does not fit
         with self._guards_extents:
             if self._grows:
                 self._guards_extents.wait()
@@ -324,13 +325,13 @@ class Slab:
             self._expect_less(self._expected)
 
     def _expect_less(self, than: int) -> None:
-        """Settle for what is needed at least, or for nothing; a save that needs more says what takes the memory."""
+        """Expect only the least size, or nothing; a save that needs more reports what takes the memory."""
         with self._guards_extents:
             if self._expected == than:
                 self._expected, self._at_least = (self._at_least if self._at_least < than else 0), 0
 
     def _there(self) -> int:
-        """Bytes that have their memory; of a slab that another process writes, about as many, for it may grow."""
+        """Bytes that have their memory; for a slab that another process writes, an estimate, since it may grow."""
         if self.writable or self._fd is None:
             return self._reserved
         try:
@@ -342,7 +343,7 @@ class Slab:
         """Unmap; views that are still alive keep the memory until they go. Blocking, idempotent."""
         self._closed = True
         self._ending.set()
-        with self._guards_preparing, self._guards_extents:  # who holds them works on the mapping until it has seen that
+        with self._guards_preparing, self._guards_extents:  # their holders use the mapping until they see `_closed`
             while self._grows:
                 self._guards_extents.wait()
             if self._unmapped:
@@ -358,7 +359,7 @@ class Slab:
 
 
 def _close_abandoned(region: regions.Region, fd: int, capacity: int) -> None:
-    """Forget a slab that nobody closed, before other memory at its addresses is taken for it."""
+    """Forget a slab that was never closed, before other memory gets its addresses."""
     region.close()
     os.close(fd)
     warnings.warn(f"a slab of {format_size(capacity)} was never closed", ResourceWarning, stacklevel=1)

@@ -1,6 +1,6 @@
-"""``slab.json``: the note in a RAM tier's folder that tells which file is its slab; beside that, while it grows, where.
+"""``slab.json``: the note in a RAM tier's folder that names its slab, and a link beside the slab while it grows.
 
-It is believed only when it is of this boot, and read as what anybody may have put there: a small regular file.
+The note is used only if it is of this boot, and read without trust: a small regular file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SIZE_MAX = 4096
 GROWING = ".growing"
 """Suffix of the link beside a slab that records how many bytes had memory before the slab grew.
 
-A symbolic link, which takes no room where there is none, and of the slab's name, for another may come to the folder.
+It is a symbolic link, which takes no room in a full file system, and has the slab's name, for another slab may come.
 """
 
 NOTE_FILES = (_NOTE, _NEW_NOTE)
@@ -54,13 +54,13 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     capacity: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1, multiple_of=ALIGNMENT)]
     boot_id: str
     expected: int = 0
-    """Bytes that the slab will have in all, which its writer may still be taking."""
+    """Bytes that the slab will have in all; its writer may still be reserving them."""
     memfd: int | None = None
-    """The inode, if a memfd is the slab: the descriptor that its key leads to may be another file's by now."""
+    """The inode, if the slab is a memfd: the descriptor in its key may belong to another file by now."""
 
 
 def read_note(folder: Path) -> Note | None:
-    """The note of a folder; None where there is none that can be used."""
+    """The note of a folder; None if there is no usable one."""
     note = read_json(folder / _NOTE, Note, limit=_SIZE_MAX)
     usable = note is not None and note.boot_id == boot_id() and parse_pack_key(note.slab) is not None
     return note if usable else None
@@ -73,7 +73,7 @@ def slab_bytes(folder: Path, *, expected: bool = False) -> int:
 
 
 def lacking_bytes(folder: Path) -> int:
-    """Memory that the slab of a folder is still to take from the folder's file system, in bytes. Blocking."""
+    """Bytes that the slab of a folder has yet to take from the folder's file system. Blocking."""
     note = read_note(folder)
     if note is None or note.memfd is not None:
         return 0
@@ -87,7 +87,7 @@ def _bytes_there(folder: Path, note: Note) -> int:
 
 
 def has_slab(folder: Path) -> bool:
-    """Whether the slab of a folder is there: not of another boot, nor a memfd that has ended. Blocking."""
+    """Whether the slab of a folder exists: neither of another boot nor a memfd that has ended. Blocking."""
     note = read_note(folder)
     if note is not None:
         with contextlib.suppress(OSError):
@@ -102,9 +102,9 @@ def write_note(folder: Path, note: Note) -> None:
 
 @contextlib.contextmanager
 def growing(slab: Path, reserved: int) -> Iterator[None]:
-    """Note that a slab, of which so many bytes have their memory, is given more. Raises `OSError`.
+    """Record, while a slab grows, that its first ``reserved`` bytes have their memory. Raises `OSError`.
 
-    Should this process die meanwhile, some of what follows has its memory, and some has not.
+    If this process dies meanwhile, only some of the bytes after these have their memory.
     """
     link = _link(slab)
     link.unlink(missing_ok=True)
@@ -116,9 +116,9 @@ def growing(slab: Path, reserved: int) -> Iterator[None]:
 
 
 def undo_growth(slab: Path, fd: int, reserved: int) -> int:
-    """Give back what a process that died was giving a slab, open as ``fd``; how many bytes have their memory then.
+    """Free the memory with which a dead process was growing a slab, open as ``fd``; returns the bytes that keep theirs.
 
-    ``reserved`` is as many as have it in all. Raises `OSError`.
+    ``reserved`` is how many bytes have their memory now. Raises `OSError`.
     """
     link = _link(slab)
     with contextlib.suppress(OSError, ValueError):  # there is none, or none that this library wrote

@@ -69,8 +69,8 @@ class RamStore:
     def open(cls, folder: Path, capacity: int | None, *, sharers: int = 1) -> RamStore:
         """Open or create the folder; blocking. ``capacity`` in bytes, None for an automatic one.
 
-        An explicit capacity is expected by the slab, and taken behind the training; an automatic one is grown as saves
-        need it, and leaves room for as many as there are ``sharers`` of the machine, and for this user's other slabs.
+        The slab reserves an explicit capacity in the background. An automatic one grows as saves need it, and leaves
+        room for the other ``sharers`` of the machine, and for this user's other slabs.
 
         Raises:
             Conflict: another process writes to the folder (named), or it belongs to another user.
@@ -131,7 +131,7 @@ class RamStore:
             raise NotFound(f"the RAM tier at {folder} has just gone: {error}") from error
 
     def is_of(self, note: Note) -> bool:
-        """Whether its slab is the one that a note tells of."""
+        """Whether its slab is the one that ``note`` describes."""
         return (self.slab_key, self.slab.capacity) == (note.slab, note.capacity)
 
     @property
@@ -171,7 +171,7 @@ class RamStore:
         await self._files.delete(key)
 
     def share(self, key: str) -> int:
-        """A descriptor that holds a shared lock on the object, so that what it refers to is not reused.
+        """A descriptor that holds a shared lock on the object, so that the memory it refers to is not reused.
 
         `let_go` ends the lock, and so does the death of the process. Raises `NotFound`, `TierUnavailable`.
         """
@@ -189,7 +189,7 @@ class RamStore:
     def retire(self, key: str, index: str = "") -> Callable[[], bool]:
         """Remove the object at once; the returned function tells whether its last reader has gone.
 
-        ``index`` is the key of what tells which extents it refers to, for `still_read`.
+        ``index`` is the key of the index of its extents, for `still_read`.
         """
         return self._retired.take_away(key, index)
 
@@ -209,15 +209,15 @@ class RamStore:
             self._lock = -1
 
     def remove(self) -> None:
-        """Give the memory back to the system: delete the folder with all that is in it. Blocking.
+        """Free the memory: delete the folder with everything in it. Blocking.
 
-        Before `close`: the lock goes last, so that no other process opens a folder that is half gone.
+        To be called before `close`: the lock goes last, so that no other process opens a half-deleted folder.
         """
         remove_folder(self._folder)
 
     @classmethod
     def discard(cls, folder: Path) -> None:
-        """Delete a folder that nobody writes to, with all that is in it; blocking. Raises as `open`."""
+        """Delete a folder without a writer, with everything in it; blocking. Raises as `open`."""
         try:
             lock = take(folder)
         except OSError as error:
@@ -245,7 +245,7 @@ def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str
     note = read_note(folder)
     slab = None
     quota = None if reserve else Quota(folder, capacity)
-    if note is not None and not (folder / note.slab).is_symlink():  # to a memfd, which has ended
+    if note is not None and not (folder / note.slab).is_symlink():  # a link to a memfd, which has ended
         with contextlib.suppress(FileNotFoundError):
             slab, note = _old_slab(folder, note, capacity, quota)
     if slab is None or note is None:

@@ -1,4 +1,4 @@
-"""Extents of a file mapped one behind the other, read-only, so that scattered chunks read as whole arrays.
+"""Map extents of a file one behind the other, read-only, so that scattered chunks read as whole arrays.
 
 Address space is reserved once, and every extent is mapped to its place in it.
 """
@@ -20,7 +20,7 @@ __all__ = ["Placed", "window"]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """``length`` bytes of the file from ``offset`` on, to be seen at ``position``; pages all."""
+    """``length`` bytes of the file from ``offset`` on, shown at ``position``; all three are whole pages."""
 
     position: int
     offset: int

@@ -1,8 +1,8 @@
-"""Behaviours around a blob store: each takes one, and is one.
+"""Wrappers that add a behaviour to a blob store; each takes a store, and is one.
 
-From the outside in: ``Metered(Paced(Limited(Retrying(Deadline(store)))))``. Retries inside the meter count as
-one operation; a deadline outside the limit would cover the waiting, inside it covers only the work. `Below` is next to
-the store, where there is one.
+From the outside in: ``Metered(Paced(Limited(Retrying(Deadline(store)))))``. Retries inside the meter count as one
+operation. A deadline outside the limit would cover the waiting; inside, it covers only the work. `Below`, if used, is
+next to the store.
 """
 
 from __future__ import annotations

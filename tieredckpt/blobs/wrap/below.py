@@ -1,4 +1,4 @@
-"""A store that has its objects below a folder of another one."""
+"""A store whose objects are below a folder of another store."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ class Overdue(TierUnavailable):
 class Deadline(Forward):
     """Raises `Overdue` for a verb that has not ended after ``base + bytes / min_bandwidth`` seconds.
 
-    The verb is cancelled then. One that does not end within ``base`` seconds even so hangs in the device and
-    is left behind, as the contract of a blob store allows; except a `get_into`, which is waited for, since it may still
-    write to the caller's memory. The first hang is reported, also of a thread alone in a store that lets go of its
-    caller's memory; others are counted until none hangs any more.
+    The verb is cancelled then. If it does not end within another ``base`` seconds, it hangs in the device and is left
+    behind, as the contract of a blob store allows. Only a `get_into` is waited for, since it may still write to the
+    caller's memory. The first hang is reported, also that of a mere thread in a store that releases its caller's
+    memory; later ones are counted until none hangs any more.
 
     Args:
         tier: the name of the tier, for messages.

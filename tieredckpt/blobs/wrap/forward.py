@@ -1,4 +1,4 @@
-"""The shape that all wrappers share: every verb of the inner store passes through one place."""
+"""The base of all wrappers: every verb of the inner store passes through `Forward.around`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Forward", "Operation"]
 T = TypeVar("T")
 
 _LISTED_SECONDS = 0.25
-"""A listing that takes longer hands out what it has: it makes progress, which deadlines look for."""
+"""Seconds after which a listing hands out its results so far: deadlines look for progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Operation:
 
 
 class Forward:
-    """A store that hands each verb to ``inner``; a wrapper overrides `around`, and a verb where it must.
+    """A store that forwards each verb to ``inner``; a wrapper overrides `around`, and single verbs where it must.
 
-    `list` passes `around` once for some objects at a time, so that nothing is held while its caller looks at them.
+    `list` calls `around` once for each batch of objects, so that no limit is held while its caller looks at them.
     """
 
     _listed_at_once: ClassVar[int] = 512
-    """Objects; to pass around each by itself would cost more than to list it."""
+    """Objects of a batch; a call of `around` for each object would cost more than listing it."""
 
     def __init__(self, inner: BlobStore) -> None:
         self._inner = inner
@@ -64,12 +64,12 @@ class Forward:
 
     @property
     def responsive(self) -> bool:
-        """Whether the store answers, as far as its last call tells, or one that is under way for too long."""
+        """Whether the store answers, judged by its last call, and by calls that take too long."""
         return getattr(self._inner, "responsive", True)
 
     @property
     def hanging(self) -> int:
-        """How many calls hang in the device though nobody waits for them any more, in a store that counts them."""
+        """How many calls hang in the device without a waiting caller, in a store that counts them."""
         return getattr(self._inner, "hanging", 0)
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:

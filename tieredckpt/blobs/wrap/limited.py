@@ -51,7 +51,7 @@ class Limited(Forward):
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._admit()  # who waits behind may fit now
+                self._admit()  # the next in the queue may fit now
             else:
                 self._release(nbytes)  # admitted and cancelled at once
             raise

@@ -69,7 +69,7 @@ class Metered(Forward):
         moved = errors = 0
         try:
             result = await call()
-            # What a get was allowed to return says little about what it did.
+            # The limit of a get says little about the bytes it moved.
             moved = len(result) if isinstance(result, bytes) else operation.nbytes
             return result
         except (NotFound, Conflict):

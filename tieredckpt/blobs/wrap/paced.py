@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Pace:
     """Limits a rate: work begins when the work before it has used up its share of time at ``rate`` bytes a second.
 
-    Nothing is saved up while idle; a rate of None limits nothing. Raises `Invalid` for a rate that is not positive.
+    Idle time earns no credit; a rate of None limits nothing. Raises `Invalid` for a rate that is not positive.
     ``clock`` gives seconds, monotonic; ``sleep`` waits for so many.
     """
 

@@ -24,16 +24,17 @@ _log = logging.getLogger("tieredckpt")
 _LAST_ATTEMPT = 120.0
 """Seconds after which no further attempt is begun."""
 _LONGEST_WAIT = 10.0
-"""Seconds between two attempts, besides what chance adds."""
+"""Most seconds between two attempts, without the jitter."""
 
 
 class Retrying(Forward):
     """Repeats a verb that raised `TierUnavailable`, with exponential waits and jitter; no other error.
 
-    `Unanswered` is not repeated. Neither is an `Overdue` verb but a put: who reads asks another tier meanwhile, and a
-    deletion may come late. From the first attempt that fails until one does not, the store is not `responsive`.
-    A verb that is cancelled between attempts leaves no trace of that, unless an attempt of it was `Overdue`. A verb
-    under which the store was closed raises `TierUnavailable`, too: a tier that fails is opened anew beside its readers.
+    `Unanswered` is not repeated. An `Overdue` verb is repeated only if it is a put: a reader asks another tier
+    meanwhile, and a deletion may come late. From the first attempt that fails until one succeeds, the store is not
+    `responsive`. A verb that is cancelled between attempts does not count, unless an attempt of it was `Overdue`. If
+    the store is closed under a verb, the verb raises `TierUnavailable` too: a tier that fails is opened again beside
+    its readers.
 
     Args:
         attempts: how often a verb is tried at most, the first time included.
@@ -59,9 +60,9 @@ class Retrying(Forward):
         )
         self._retry_put, self._retry = retry(on=_may_help_a_put), retry(on=_may_help)
         self._failed = False
-        """Whether no attempt has succeeded since a verb failed for good."""
+        """Whether no attempt has succeeded since a verb finally failed."""
         self._failing: set[object] = set()
-        """Verbs that go on after an attempt that failed, with none that succeeded since."""
+        """Verbs that continue after a failed attempt, with no success since."""
 
     @property
     def responsive(self) -> bool:
@@ -92,7 +93,7 @@ class Retrying(Forward):
         except TierUnavailable:
             self._failed = True
             raise
-        except Closed as error:  # who reads asks another tier, and who uses the library has closed nothing
+        except Closed as error:  # readers ask another tier, and the library's user has closed nothing
             raise TierUnavailable(f"{error}, to be opened anew") from error
         except asyncio.CancelledError:
             self._failed = self._failed or (overdue and verb in self._failing)
@@ -115,7 +116,7 @@ class Retrying(Forward):
                 failed = True
                 raise
             except Conflict:
-                # An attempt whose answer was lost may have created the object: then it holds these bytes.
+                # An attempt whose reply was lost may have created the object: then it holds these bytes.
                 if not failed or not await self._holds(key, parts):
                     raise
 
@@ -138,7 +139,7 @@ class Retrying(Forward):
 
 
 def _may_help_a_put(error: Exception) -> bool:
-    """Whether another attempt at once may end otherwise."""
+    """Whether an immediate further attempt may succeed."""
     return isinstance(error, TierUnavailable) and not isinstance(error, Unanswered)
 
 
