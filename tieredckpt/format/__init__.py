@@ -28,7 +28,7 @@ manifest
     The small file that names the root of a step index and carries its own length and CRC-32C. It is written
     last: a step exists exactly when its manifest does.
 part
-    What one rank contributes to a step: a file with the chunks of its blocks, which the commit merges and deletes.
+    A rank's contribution to a step: a file with the chunks of its blocks, which the commit merges and deletes.
 
 Modules: `layout` names files, `digest` hashes, `casts` rounds floats to 16 bits, `boxes` and `grid` divide arrays,
 `zarr` describes them, `encoding` turns a chunk into what is stored, `pack` writes footers, `ocdbt` writes and reads

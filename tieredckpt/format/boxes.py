@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 __all__ = ["Box", "Boxes", "tile"]
 
 _MOST_NUMBERS = 1 << 23
-"""Coordinates held at once; boxes whose outline takes more are no cut of an array that anybody made."""
+"""Most coordinates held at once; boxes with a larger outline come from no real cut of an array."""
 
 
 class Box(NamedTuple):
@@ -61,14 +61,14 @@ class Box(NamedTuple):
 
 
 class Boxes:
-    """Boxes of one array, among which those that meet another are found without a look at each in Python."""
+    """Boxes of one array, with a fast search for those that overlap a given box."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._starts = np.array([box.offset for box in boxes], np.int64)
         self._ends = np.array([box.end for box in boxes], np.int64)
 
     def meeting(self, box: Box) -> list[int]:
-        """Places in the sequence of those that have an item of ``box``, ascending."""
+        """Positions of the boxes that share an item with ``box``, ascending."""
         if not len(self._starts):
             return []
         shared = np.minimum(self._ends, box.end) > np.maximum(self._starts, box.offset)
@@ -119,7 +119,7 @@ def _cover(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 def _add_up(bounds: NDArray[np.int64], weights: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Equal rows joined, their weights added, and what adds up to nothing left out."""
+    """Join equal rows and add their weights; drop rows whose weights add up to zero."""
     if not len(bounds):
         return bounds, weights
     columns = bounds.reshape(len(bounds), -1)

@@ -1,7 +1,7 @@
-"""Casts floats to 16 bits: a value becomes the nearest one, of two equally near ones the even one.
+"""Cast floats to 16 bits: round to the nearest value, ties to even.
 
-Where the native code was built, 32-bit floats are cast at 30 GB/s on one thread without the GIL, and NumPy's casts
-serve everything else, with the same results: to bfloat16 at 9 GB/s, to float16 at 1.6.
+Where the native code was built, 32-bit floats are cast at 30 GB/s on one thread without the GIL. NumPy's casts serve
+everything else, with the same results: to bfloat16 at 9 GB/s, to float16 at 1.6.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CASTS: Final[dict[str, np.dtype[Any]]] = {"bf16": np.dtype(ml_dtypes.bfloat16), 
 _EXPONENTS: Final = {CASTS["bf16"]: np.uint16(0x7F80), CASTS["fp16"]: np.uint16(0x7C00)}
 
 _AT_ONCE = 1 << 18
-"""Items that NumPy casts at a time: it takes memory for what lies between."""
+"""Items that NumPy casts at a time, which bounds the memory of intermediate results."""
 
 _native: dict[np.dtype[Any], Callable[[Array, Array], bool]] = {}
 try:
@@ -49,7 +49,7 @@ def cast(key: str, array: Array, into: Array) -> None:
 
 
 def _cast(array: Array, into: Array) -> bool:
-    """Whether what was finite is so in ``into``."""
+    """Cast ``array``; returns whether all finite values are finite in ``into`` too."""
     narrow = _native.get(into.dtype)
     fits = array.dtype == np.float32 and array.flags.c_contiguous and into.flags.c_contiguous
     if narrow is not None and fits and narrow(array, into.view(np.uint16)):
@@ -65,12 +65,12 @@ def _cast(array: Array, into: Array) -> bool:
         np.copyto(into, array, casting="unsafe")
     exponent = _EXPONENTS.get(into.dtype)
     if exponent is None or not array.size or np.bitwise_and(into.view(np.uint16), exponent).max() != exponent:
-        return True  # sooner than `numpy.isfinite` tells
+        return True  # faster than `numpy.isfinite`
     return bool(np.isfinite(into[np.isfinite(array)]).all())
 
 
 def rounded_to_odd(double: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """Doubles as floats of which the last bit is set where they are not exact, to be rounded once more.
+    """Doubles rounded to odd: as floats whose last bit is set where they are not exact, to be rounded once more.
 
     Such a float is never taken for a tie (Boldo and Melquiond, "When double rounding is odd").
     """

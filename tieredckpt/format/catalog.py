@@ -1,4 +1,4 @@
-"""A catalog: what some packs of a tier list and what some steps are, in one file, so that those need not be read.
+"""A catalog: the chunk lists of some packs and the records of some steps of a tier in one file, to save reading these.
 
 ::
 
@@ -10,7 +10,7 @@ The array: the store's UUID; of each pack the identity (16 bytes), the file's si
 (4), as three binary columns; the records of those chunks as the packs' footers have them (32 bytes each), pack after
 pack, binary; and the steps, each an array of the fields of `CatalogStep`. Integers in columns are little-endian.
 
-Whether any of it is still so, the file does not know: see `tieredckpt.engine.tier.catalog_cache`.
+A catalog may be out of date: `tieredckpt.engine.tier.catalog_cache` compares it with the tier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The record of how a derived step was made: from which exact step, by which rules, with which errors."""
+"""The record of how a derived step was made: its exact step, the rules, and the errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What may happen to the arrays that its keys choose; one of the other three is there."""
+    """A rule for the arrays that its keys choose; exactly one of the other three fields is set."""
 
     keys: tuple[str, ...]
     max_error: _Bound | None = None
@@ -27,14 +27,14 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def bound(self) -> Bound | None:
-        """How far values may be off; None for arrays that are dropped. Raises `Invalid` for what is no bound."""
+        """The bound on errors; None for arrays that are dropped. Raises `Invalid` for an impossible bound."""
         if self.max_error is not None:
             return Bound(self.max_error)
         return None if self.max_abs_error is None else Bound(self.max_abs_error, absolute=True)
 
     @property
     def rounds(self) -> bool:
-        """Whether it gives one bound that there may be, and nothing else."""
+        """Whether the rule has exactly one bound, a valid one, and nothing else."""
         if self.drop or (self.max_error is None) == (self.max_abs_error is None):
             return False
         try:
@@ -51,7 +51,7 @@ class Rounded(msgspec.Struct, frozen=True, kw_only=True):
     worst: Annotated[float, msgspec.Meta(ge=0.0)]
     """The largest error found, relative or absolute as the rule is; a relative one rounded up by less than twice."""
     exact_chunks: _Count = 0
-    """Chunks that were kept as they are, for a value of theirs was outside of the bound."""
+    """Chunks that were kept exact, since rounding would exceed the bound for one of their values."""
 
 
 class Derivation(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class Derivation(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the digests of all chunks of the exact step, as its index has them."""
     rules: tuple[Rule, ...]
     arrays: dict[str, Rounded]
-    """By storage key; what is not here is exact."""
+    """By storage key; arrays that are not listed are exact."""
     dropped: tuple[str, ...] = ()
     """Keys of the arrays that are left out."""
 

@@ -76,7 +76,7 @@ NATIVE: Final = _native_copy is not None
 
 
 class Digester:
-    """The digest of bytes that come in pieces."""
+    """Digests bytes that come in pieces."""
 
     __slots__ = ("_state",)
 
@@ -95,7 +95,7 @@ class Digester:
 
 
 class CopyDigester:
-    """The digest of bytes that come in pieces and are copied as they come: of the copy, as it arrived.
+    """Copies bytes that come in pieces, and digests the copy.
 
     ``nbytes`` is how many will come. On one thread at a time.
     """

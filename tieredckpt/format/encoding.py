@@ -1,7 +1,7 @@
-"""How a chunk becomes the bytes that a tier stores: the one place that knows their size, their parts and their codecs.
+"""Encode chunks into the bytes that a tier stores; only this module knows their size, parts and codecs.
 
-What is stored of a chunk is its *frame* and, with some encodings, a checksum of the frame. How long it is, only its
-extent says. Codecs that call a library build their `Encoding` elsewhere, and add it to `ENCODINGS`.
+A stored chunk is its *frame* and, with some encodings, a checksum of the frame. Only the extent records its length.
+Codecs that call a library build their `Encoding` elsewhere, and add it to `ENCODINGS`.
 
 A compressed chunk is a frame of Blosc 1 (https://github.com/Blosc/c-blosc, README_CHUNK_FORMAT.rst)::
 
@@ -9,7 +9,7 @@ A compressed chunk is a frame of Blosc 1 (https://github.com/Blosc/c-blosc, READ
     4   bytes of the chunk (uint32)   bytes of a block (uint32)   bytes of the frame (uint32)
     16  the chunk as it is, if the flags say so; else where each block begins (int32), and the blocks
 
-Decoders of others crash on forged frames: `check_frame` goes before them.
+Decoders of other libraries crash on forged frames: `check_frame` is called first.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Encoding:
     raw: bool
     """Whether the frame is the chunk's own bytes, so that they can be read, seen and sent as they lie."""
     overhead: int
-    """Bytes at most by which what is stored is longer than the chunk; exactly these if it is ``raw``."""
+    """Most bytes by which a stored chunk is longer than the chunk; exactly so many if it is ``raw``."""
     checksum_size: int
-    """Bytes behind the frame for readers that know no digests; those that do need not read them."""
+    """Bytes behind the frame for readers that know no digests; other readers need not read them."""
     codecs: Callable[[int], list[dict[str, Any]]]
     """The zarr codecs behind ``bytes``, for items of so many bytes."""
     encode: Callable[[Bytes, int, int, Bytes | None], Encoded]
@@ -83,14 +83,15 @@ class Encoding:
     """
 
     def bounds(self, nbytes: Size) -> tuple[Size, Size]:
-        """Bytes that are stored at least and at most of a chunk of ``nbytes``; of each, for an array."""
+        """The least and the most stored bytes of a chunk of ``nbytes``; for an array, of each chunk."""
         most = nbytes + self.overhead
         return (most if self.raw else 0 * nbytes + FRAME_HEADER + 1 + self.checksum_size), most
 
     def fits(self, length: int, nbytes: int) -> bool:
-        """Whether ``length`` bytes may be what is stored of a chunk of ``nbytes``.
+        """Whether a chunk of ``nbytes`` may be stored in ``length`` bytes.
 
-        Below RAM no length fits both a raw and another encoding: what is as long as the chunk and its checksum is raw.
+        Below RAM no length fits both a raw and another encoding: a stored chunk as long as the chunk and its checksum
+        is raw.
         """
         least, most = self.bounds(nbytes)
         return least <= length <= most and (self.raw or length != nbytes + self.checksum_size)
@@ -102,8 +103,8 @@ class Encoding:
     def room(self, nbytes: int, *, behind: bool) -> int:
         """Bytes of memory that `encode` needs besides the chunk's own.
 
-        ``behind`` is whether it may write behind the chunk, up to its `stored_size`. A raw encoding needs no more
-        then, and else what takes the place of the last page, as the checksum may begin on one page and end on the next.
+        ``behind`` is whether it may write behind the chunk, up to its `stored_size`. Then a raw encoding needs no more.
+        Otherwise it needs a new last page, and another, since the checksum may begin on one page and end on the next.
         """
         if not self.raw:
             return self.stored_size(nbytes)
@@ -132,13 +133,13 @@ class Encoding:
 
 
 def stored_header(nbytes: int, itemsize: int) -> bytes:
-    """The header of a frame that has a chunk of ``nbytes`` as it is behind it."""
+    """The header of a frame that stores a chunk of ``nbytes`` uncompressed."""
     flags = _IS_STORED | _COMPRESSORS[-1] << 5
     return _HEADER.pack(*_VERSIONS, flags, min(itemsize, max(_TYPESIZES)), nbytes, nbytes, nbytes + FRAME_HEADER)
 
 
 def check_frame(frame: Bytes, nbytes: int) -> bool:
-    """Whether a frame has its chunk of ``nbytes`` as it is, behind the header. Raises `Corrupt` for no sound frame."""
+    """Whether a frame stores its chunk of ``nbytes`` uncompressed. Raises `Corrupt` for a malformed frame."""
     if frame.size < FRAME_HEADER:
         raise Corrupt(f"a chunk of {nbytes} bytes is stored in a frame of {frame.size}")
     *versions, flags, typesize, chunk, block, length = _HEADER.unpack_from(frame)

@@ -30,12 +30,12 @@ MAX_RANK: Final = 32
 _MAX_BYTES = (1 << 63) - 1
 
 _MOST_TRIED = 1 << 20
-"""Divisors beyond it are found only with those below it, for numbers beyond its square."""
+"""For numbers beyond its square, larger divisors are found only as the complement of smaller ones."""
 
 _LEAST_OF_PADDING = 64
 """Cells that fill pages are taken if all their padding is at most this part of the array."""
 _MOST_CELLS = 3
-"""And if they are at most so many times as many as cells that do not."""
+"""And if there are at most so many times as many of them as of other cells."""
 _COUNTS_TRIED = 16
 
 _SMALLEST_SHARE = 16
@@ -99,11 +99,11 @@ class Cell(NamedTuple):
 def plan(shape: tuple[int, ...], itemsize: int, target: int) -> Grid:
     """The grid for an array: large cells of at most ``target`` bytes, of equal height.
 
-    The cut axis is the outermost one whose rows fit into ``target``. Its rows are spread evenly, so the last
-    cell is short by less than one row per cell along that axis. Where cells that fill pages take at most a 64th
-    more than the array, and are at most three times as many, they do: then the cells of a step in RAM can be
-    mapped to read as one array. A single item larger than ``target`` is a cell of its own. An empty array gets
-    cells of one item, of which there are none.
+    The cut axis is the outermost one whose rows fit into ``target``. Its rows are spread evenly, so the last cell is
+    short by less than one row per cell along that axis. Cells that fill whole pages are preferred if they take at most
+    a 64th more than the array, and are at most three times as many: then the cells of a step in RAM can be mapped to
+    read as one array. A single item larger than ``target`` is a cell of its own. An empty array gets a grid of no
+    cells, with one item each.
 
     Args:
         shape: of the array, axes of at least 0.
@@ -136,7 +136,7 @@ def plan(shape: tuple[int, ...], itemsize: int, target: int) -> Grid:
 
 
 def _in_pages(rows: int, row: int, fewest: int, target: int) -> int:
-    """Rows of each of ``fewest`` cells, or of some more, that fill pages and waste little; 0 if there are none."""
+    """Rows per cell, for ``fewest`` cells or some more, so that cells fill pages and waste little; 0 if impossible."""
     unit = ALIGNMENT // gcd(row, ALIGNMENT)
     for count in range(fewest, min(_MOST_CELLS * fewest, fewest + _COUNTS_TRIED) + 1):
         height = -(-rows // (count * unit)) * unit
@@ -151,20 +151,20 @@ def plan_block(
 ) -> Grid:
     """The grid of one block of an array, such that its cells are, where possible, cells of a grid of the array.
 
-    They are if the cell divides the block's offset on every axis, and its shape where the block does not end
-    with the array. Blocks of one regular mesh get the same cell without knowing of each other, so they join.
-    The cell is the largest of at most ``target`` bytes that does so, preferably of whole rows. A block whose cells
-    would be too small for that is planned by itself, as `plan` does: less than a sixteenth of the target, and than
-    a sixteenth of the block or, of a block larger than a page, than a page, which is what an extent takes at least.
+    They are if the cell divides the block's offset on every axis, and its shape where the block does not end with the
+    array. Blocks of one regular mesh get the same cell without knowing of each other, so they join. The cell is the
+    largest such cell of at most ``target`` bytes, preferably of whole rows. If this cell is too small, the block is
+    planned by itself, as `plan` does. Too small is a cell below a sixteenth of the target and also below a sixteenth of
+    the block or, for a block larger than a page, below a page, the least size of an extent.
 
     Args:
         box: where the block lies in the array.
         shape: of the array.
         itemsize: bytes of an item, at least 1.
         target: bytes of a cell, at least 1.
-        cut: what every block of the array begins at multiples of, such as the shape of a full block of a mesh, of
-            which the last along an axis may be shorter; without it, a short last block is planned as if the mesh
-            were its own, and may not join.
+        cut: every block of the array begins at multiples of it, such as the shape of a full block of a mesh, whose last
+            block along an axis may be shorter. Without it, a short last block is planned as if it had a mesh of its
+            own, and may not join.
 
     Returns:
         The grid of an array of ``box.shape``. Its cell may be larger than that.
@@ -307,7 +307,7 @@ def cell_key(index: tuple[int, ...]) -> bytes:
 
 
 def check(grid: Grid) -> Grid:
-    """``grid`` itself if it is one; for grids that were read from somewhere.
+    """``grid`` itself if it is valid; for grids that were read from somewhere.
 
     Raises:
         Invalid: axes out of range, cells without items, or sizes of 2**63 bytes and more.

@@ -1,4 +1,4 @@
-"""Joins the blocks of an array into one where their cells lie on one grid; no byte of a chunk moves."""
+"""Joins the blocks of an array into one array if their cells lie on one grid; no byte of a chunk moves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Block: TypeAlias = tuple[tuple[int, ...], ArrayIndex]
 
 
 def join(structure: Node, arrays: Mapping[str, ArrayIndex]) -> dict[str, ArrayIndex]:
-    """The arrays of a step by storage key, as few as there can be.
+    """The arrays of a step by storage key, joined into as few as possible.
 
     An array whose blocks have cells of one shape, and offsets and ends that are multiples of it (or the array's
     end), becomes one array with the blocks' own chunks. The blocks of any other stay as they are.

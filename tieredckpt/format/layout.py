@@ -56,7 +56,7 @@ FORMAT_VERSIONS = FORMAT_VERSION, ENCODED_VERSION, DERIVED_VERSION
 """Format versions that this version reads."""
 
 MARKER = "tieredckpt.json"
-"""The file that tells whose root this is; written once."""
+"""The file that identifies the store of this root; written once."""
 
 MARKER_MAX = 64 << 10
 """Bytes of the largest marker that is read."""
@@ -77,7 +77,7 @@ CATALOGS = "catalogs/"
 
 LEASES = "leases/"
 RANKS = "ranks/"
-"""Messages that ranks leave each other where they have no other way to speak; no part of any step."""
+"""Messages between ranks that have no other way to communicate; no part of any step."""
 
 MANIFEST = "manifest.ocdbt"
 """Name of the commit file in the folder of a step."""

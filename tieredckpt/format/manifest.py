@@ -56,10 +56,10 @@ __all__ = [
 ]
 
 INLINE_MAX = 4096
-"""The chunks of an array of at most this many bytes lie in the index itself: an extent is padded to a page."""
+"""The chunks of an array up to this size, in bytes, lie in the index itself: an extent would be padded to a page."""
 
 MAX_CHUNK: Final = 1 << 30
-"""Bytes of the largest chunk that a configuration allows, so that none is read that memory cannot hold."""
+"""Bytes of the largest chunk that a configuration allows, so that memory can hold every chunk that is read."""
 
 _MAX_RECORD = MAX_STRUCTURE_BYTES + (16 << 20)
 _MAX_POLICY_DEPTH = 100  # what is shown to people is walked by recursion
@@ -96,10 +96,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: _Size
     """Bytes of all arrays."""
     metrics: dict[str, float | str]
-    """Finite numbers as they are; ``"nan"``, ``"inf"`` and ``"-inf"`` as text, which JSON has no number for."""
+    """Finite numbers as they are; ``"nan"``, ``"inf"`` and ``"-inf"`` as text, since JSON has no such numbers."""
     provenance: dict[str, str]
     policy: dict[str, Any]
-    """The policies in force, as ``StoreConfig.recorded_policies`` has them; versions before wrote all settings."""
+    """The policies in force, as ``StoreConfig.recorded_policies`` has them; earlier versions wrote all settings."""
     structure: Node
     rank: int | None = None
     """The rank whose part of the step this is; its arrays may be incomplete. None for a whole step."""
@@ -116,14 +116,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
-    """``tieredckpt.json`` at the root of every tier: whose it is, and in which format."""
+    """``tieredckpt.json`` at the root of every tier: its store and its format."""
 
     store: Uuid
     format_version: int = layout.FORMAT_VERSION
     """Of the tier: one of `layout.FORMAT_VERSIONS`."""
     digest: str = digests.NAME
     forked_from: tuple[Uuid, ...] | msgspec.UnsetType = msgspec.UNSET
-    """The stores of which this one is a copy that was given an identity of its own, the last first."""
+    """The stores that this one was copied from before it got an identity of its own, the last first."""
 
     @property
     def ancestors(self) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
         return () if self.forked_from is msgspec.UNSET else self.forked_from
 
     def owns(self, store: str | None) -> bool:
-        """Whether steps of that store belong to this one: its own, and those that it had when it was forked."""
+        """Whether steps of ``store`` belong to this one: its own steps, and those from before it was forked."""
         return store == self.store or store in self.ancestors
 
     def fork(self, store: str) -> StoreMarker:
@@ -151,7 +151,7 @@ class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """One cell of an array: its digest, and where its bytes are (an extent, or the bytes themselves).
 
-    As with an `Extent`, the collector of cycles need not look at the many that a step has.
+    As for an `Extent`, the garbage collector does not track the many chunks of a step.
     """
 
     digest: bytes
@@ -231,10 +231,10 @@ def encode_step(
         arrays: every array; extents are relative to the tier's root.
         btree_path: where the nodes will be, relative to the tier's root.
         encoding: of the tier.
-        others: tells the encoding of each array, where a tier has had another one.
+        others: gives the encoding of each array, for a tier that has had another encoding.
 
     Raises:
-        Invalid: what no reader would take: too large a record, or a policy that is nested too deeply.
+        Invalid: readers would refuse the step: its record is too large, or a policy is nested too deeply.
     """
     found = list(arrays.values())
     record_parts = in_parts(_encode_record(record))
@@ -319,7 +319,7 @@ def decode_step(manifest: bytes, btree: bytes, btree_path: str) -> StepIndex:
 
 
 def _fit_array(index: StepIndex, node: ArrayNode, where: str) -> int:
-    """Give an array the dtype that the tree has, once it is found to fit; the number of boxes that it is in."""
+    """Check that an array fits the tree, and give it the tree's dtype; returns the number of its boxes."""
     dtype = zarr.dtype_from_name(node.dtype)
     arrays, blocks = index.arrays, index.blocks(node.key)
     boxes = [box for box, _ in blocks]
@@ -330,7 +330,7 @@ def _fit_array(index: StepIndex, node: ArrayNode, where: str) -> int:
     elif index.record.rank is None:
         fine = bool(boxes) and tile(node.shape, boxes)
     else:
-        # A rank has what it has of an array, which may be nothing.
+        # A rank may have any part of an array, or nothing.
         fine = all(map(Box.whole(node.shape).contains, boxes))
     if not fine:
         raise Corrupt(f"{where}: array {node.key!r} is missing, or its blocks are not the array of the tree")
@@ -362,7 +362,7 @@ def _encode_record(record: StepRecord) -> bytes:
 
 
 def decode_record(data: bytes, where: str) -> StepRecord:
-    """The record of a step, or of a rank's part of one. Raises `Corrupt` for what no store writes."""
+    """The record of a step, or of a rank's part of one. Raises `Corrupt` for a record that no store writes."""
     if len(data) > _MAX_RECORD:
         raise Corrupt(f"{where}: {layout.STEP_RECORD} has {len(data)} bytes; {_MAX_RECORD} are the most")
     try:
@@ -389,7 +389,7 @@ def is_line(line: tuple[tuple[int, int], ...], serial: int) -> bool:
 
 
 def _depth(value: object) -> int:
-    """How deep tables and lists lie inside each other; by no recursion."""
+    """The nesting depth of tables and lists; computed without recursion."""
     deepest, pending = 0, [(value, 1)]
     while pending:
         item, depth = pending.pop()

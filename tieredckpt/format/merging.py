@@ -1,4 +1,4 @@
-"""Makes one step of the parts of all ranks: one structure, one set of arrays, one record."""
+"""Merge the parts of all ranks into one step: one structure, one set of arrays, one record."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _Group: TypeAlias = list[tuple[int, Node]]
 
 
 def merge(parts: Iterable[Part]) -> StepIndex:
-    """The step that the parts of all its ranks make, joined where their blocks lie on one grid.
+    """Merge the parts of all ranks into a step; blocks on one grid are joined.
 
-    The record is that of the lowest rank, with the structure and metrics of all, and of no rank.
+    The record is the lowest rank's, but with the structure and metrics of all, and without a rank.
 
     Raises:
         Conflict: a rank is missing or there twice, or ranks contradict each other; the message says which ranks
@@ -51,7 +51,7 @@ def merge(parts: Iterable[Part]) -> StepIndex:
     record = _record(ordered)
     structure = merge_structures({_rank(part): part.record.structure for part in ordered})
     pieces = _arrays(ordered)
-    # A million chunks take hundreds of MiB: the parts go before the whole is made.
+    # A million chunks take hundreds of MiB: the parts are freed before the whole is made.
     ordered.clear()
     arrays = join(structure, pieces)
     nbytes = sum(array.grid.nbytes for array in arrays.values())
@@ -59,7 +59,7 @@ def merge(parts: Iterable[Part]) -> StepIndex:
 
 
 def merge_structures(structures: Mapping[int, Node]) -> Node:
-    """The tree of which every rank has a part, from their structures by rank.
+    """Merge the structures of all ranks, given by rank, into that of the whole tree.
 
     At every path all must have a container of one kind, or equal leaves. Dicts may have different keys, whatever the
     keys are: the merged one has all of them, in the order of the lowest rank that has them. Other containers are alike.
@@ -79,7 +79,7 @@ def _rank(part: Part) -> int:
 
 
 def _record(parts: Sequence[Part]) -> StepRecord:
-    """The record of the step but for its structure and size, once all ranks are there and mean one step."""
+    """The record of the step without its structure and size; checks that all ranks are there and agree on the step."""
     if not parts:
         raise Conflict("no rank has a part of the step")
     first = parts[0].record
@@ -139,7 +139,7 @@ def _typed(node: ContainerNode) -> object:
 
 
 def _distinct(group: _Group) -> _Group:
-    """Each node of a group once. Ranks that had equal files share the very object."""
+    """The distinct nodes of a group. Ranks with equal files share the same object."""
     seen: set[int] = set()
     found: _Group = []
     for rank, node in group:
@@ -188,7 +188,7 @@ def _arrays(parts: Sequence[Part]) -> dict[str, ArrayIndex]:
             if key in wrong:
                 wrong[key][rank] = _digests(array)
         raise _disagree(wrong)
-    # What an owner leaves to another rank may be in that rank's copy of the same array, or in any other.
+    # A chunk that an owner leaves to another rank may be in that rank's copy of the same array, or in any other array.
     everywhere = [array for _, array in found.values()] + [array for _, _, array in again]
     places = _places(everywhere)
     return {key: _located(key, array, places) for key, (_, array) in found.items()}

@@ -73,14 +73,14 @@ _FRAME_MIN = 18
 _CRC_SIZE = 4
 _VARINT_MAX = 10
 _FEW = 16
-"""Numbers of a column from which on NumPy is the sooner to code them."""
+"""From this many numbers in a column on, NumPy codes it faster."""
 _PATH = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
     """A range of bytes in a file: path relative to the tier's root, offset and length in bytes.
 
-    A step may have a million of them, and none can be in a cycle: the collector of cycles need not look.
+    A step may have a million of them, and none can be in a cycle: the garbage collector does not track them.
     """
 
     path: str
@@ -111,7 +111,7 @@ def frame(magic: int, *body: bytes) -> bytes:
 
 
 def framed(magic: int, *body: bytes) -> tuple[bytes, bytes]:
-    """The same without a copy to put the checksum, which is given besides, behind it."""
+    """As `frame`, but returns the checksum apart, which saves a copy."""
     head = _HEADER.pack(magic) + _LENGTH.pack(sum(map(len, body)) + _FRAME_MIN) + b"\0\0"
     checked = b"".join((head, *body))
     return checked, crc32c(checked).to_bytes(_CRC_SIZE, "little")
@@ -181,9 +181,9 @@ def file_table(paths: Sequence[str]) -> bytes:
 
 
 class Cursor:
-    """Reads the fields of a frame's body in order; `Corrupt` for whatever it does not hold.
+    """Reads the fields of a frame's body in order; raises `Corrupt` for a missing or malformed field.
 
-    Nothing is allocated on the word of a count: each entry needs a byte, and the bytes are counted first.
+    A count is not trusted for an allocation: each entry needs a byte, and the bytes are counted first.
     """
 
     __slots__ = ("_array", "_data", "_end", "_position", "what")
@@ -267,6 +267,6 @@ class Cursor:
         return files
 
     def finish(self) -> None:
-        """The body must end here."""
+        """Check that the body ends here; raises `Corrupt` otherwise."""
         if self._position != self._end:
             raise Corrupt(f"{self.what}: {self._end - self._position} bytes too many")

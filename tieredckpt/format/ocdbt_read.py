@@ -1,7 +1,7 @@
-"""Reads a step index, and believes nothing in it: whatever does not fit is `Corrupt`.
+"""Reads a step index without trust: raises `Corrupt` for anything that does not fit.
 
-See `tieredckpt.format.ocdbt` for the format and its source. Checked are, besides the frames: key order and
-the range that the parent gives, heights (they fall by one, so there are no cycles), paths, the limits of
+See `tieredckpt.format.ocdbt` for the format and its source. Besides the frames, it checks key order and the range that
+the parent gives, heights (they fall by one, so there are no cycles), paths, the limits of
 `tieredckpt.format.ocdbt_codec`, and that the counts of keys, node bytes and value bytes add up at every node.
 """
 
@@ -69,7 +69,7 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """A node as its parent describes it."""
+    """A node, as described by its parent."""
 
     path: str
     base: str

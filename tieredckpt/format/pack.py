@@ -45,7 +45,7 @@ TRAILER_BLOCK: Final = 4096
 """Alignment of chunks and footer in bytes; the last so many bytes of a pack hold its trailer."""
 
 MAX_CHUNKS: Final = 1 << 20
-"""Chunks of a pack at most, so that no trailer has a footer read that memory cannot hold."""
+"""Most chunks of a pack, so that memory can hold the footer of every trailer."""
 
 RECORD: Final = np.dtype([("digest", "V16"), ("offset", "<u8"), ("length", "<u8")])
 """One entry of the footer, 32 bytes."""
@@ -152,7 +152,7 @@ def decode_table(footer: bytes, size: int) -> NDArray[Any]:
 
 
 def is_compressed(footer: bytes) -> bool:
-    """Whether the chunks of a pack are, by its footer, which was decoded."""
+    """Whether the chunks of a pack are compressed, by its decoded footer."""
     _, version, encoding, *_ = _TRAILER.unpack_from(footer, len(footer) - _TRAILER.size)
     return _VERSIONS[version, encoding]
 

@@ -1,4 +1,4 @@
-"""The file in which a rank says what it contributes to a step: ``steps/…/parts/<rank>``.
+"""The file of a rank's contribution to a step: ``steps/…/parts/<rank>``.
 
 ::
 
@@ -217,13 +217,13 @@ def _open(data: bytes, where: str) -> _Body:
 
 @lru_cache(maxsize=4)
 def _structure(data: bytes) -> tuple[Node, dict[str, ArrayNode]]:
-    """The structure and its arrays by key. Most ranks have the same, and it is read once for all of them."""
+    """The structure and its arrays by key, decoded once for all ranks that have the same."""
     structure = decode_structure(data)
     return structure, {node.key: node for node in array_nodes(structure)}
 
 
 def _place(array: _Array, nodes: Mapping[str, ArrayNode], where: str) -> tuple[Grid, np.dtype[Any], int]:
-    """Grid, dtype and number of chunks of what a part has of an array, checked against the structure."""
+    """Grid, dtype and number of chunks of a part's share of an array, checked against the structure."""
     key, offset = layout.parse_block_key(array.key) or (array.key, None)
     node = nodes.get(key)
     if node is None:
@@ -241,7 +241,7 @@ def _place(array: _Array, nodes: Mapping[str, ArrayNode], where: str) -> tuple[G
 
 @lru_cache(maxsize=4096)
 def _grid(shape: tuple[int, ...], cell: tuple[int, ...], itemsize: int) -> tuple[Grid, int]:
-    """A grid and its size, one for all arrays of the kind: a step has few kinds and many arrays."""
+    """A grid and its size, shared by equal arrays: a step has few kinds of arrays and many arrays."""
     grid = check(Grid(shape, cell, itemsize))
     if grid.cell_nbytes > MAX_CHUNK:
         raise Invalid(f"chunks of {grid.cell_nbytes} bytes; {MAX_CHUNK} are the most")
@@ -259,7 +259,7 @@ def _locations(
     lengths, extents = _extents(body, count, where)
     sizes = cells[far].astype(np.uint64)
     wrong = np.ones(count, bool)
-    for encoding in ENCODINGS.values():  # in RAM, or written to a tier below it
+    for encoding in ENCODINGS.values():  # in RAM, or on a tier below it
         least, most = encoding.bounds(sizes)
         wrong &= (lengths < least) | (lengths > most)
     if wrong.any():
@@ -286,7 +286,7 @@ def _extents(body: _Body, count: int, where: str) -> tuple[NDArray[np.uint64], I
     if not all(layout.parse_pack_key(path) is not None for path in body.packs):
         raise Corrupt(f"{where}: a chunk lies in a file that is no pack")
     paths = map(body.packs.__getitem__, files.tolist())
-    # Most chunks of a step have one length: that is one int and not a million.
+    # Most chunks of a step have the same length: they share one int object.
     sizes = lengths.tolist()
     known = dict(zip(sizes, sizes, strict=True))
     return lengths, map(Extent, paths, offsets.tolist(), map(known.__getitem__, sizes))

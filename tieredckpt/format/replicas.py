@@ -1,4 +1,4 @@
-"""Compares what several ranks should have alike, by the digests of their chunks, and names who differs."""
+"""Compare replicas on several ranks by the digests of their chunks, and name the ranks that differ."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Difference", "ReplicasDisagree", "differences", "show_difference", "
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Arrays of which some ranks have other bytes than the rest."""
+    """Arrays in which some ranks have other bytes than the rest."""
 
     key: str
-    """Of the first such array by name."""
+    """Key of the first such array by name."""
     ranks: tuple[int, ...]
     """Ranks in the minority; all ranks with the array where no value has a majority."""
     holders: int
@@ -39,8 +39,8 @@ def differences(arrays: Mapping[str, Mapping[int, Sequence[bytes]]]) -> list[Dif
     """Differences between replicas: one entry for each set of ranks.
 
     Args:
-        arrays: by storage key of an array or a block of one, the digests of its chunks by rank; none where a rank that
-            should have it does not.
+        arrays: the digests of its chunks by rank, by storage key of an array or a block; empty for a rank that lacks
+            it.
     """
     keys: dict[tuple[int, ...], dict[str, int]] = {}
     for name in sorted(arrays, key=array_key):
@@ -66,7 +66,7 @@ def _in_minority(digests: Mapping[int, Sequence[bytes]]) -> tuple[int, ...]:
 
 
 def show_difference(found: Difference) -> str:
-    """One for a message."""
+    """Format a difference for a message."""
     more = f" (and {found.more} more)" if found.more else ""
     what = f"array {found.key!r}{more} is not the same on {show_ranks(found.ranks)}"
     if len(found.ranks) == found.holders:

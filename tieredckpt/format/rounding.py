@@ -1,9 +1,9 @@
 """Rounds floating-point values in place, to fewer mantissa bits or to multiples of a power of two; proves the bound.
 
-The dtype stays, so every reader opens what was rounded; a codec then stores the zeros at the end of each mantissa in
-next to nothing. To round again what was rounded changes nothing. Rounding is to the nearest, ties to even.
+The dtype stays, so every reader opens rounded values; a codec then stores the zeros at the end of each mantissa in next
+to nothing. Rounding rounded values again changes nothing. Rounding is to the nearest, ties to even.
 
-Left as they are: NaN, infinities, zeros, values that would round to infinity, and, where the bound is relative,
+These values stay as they are: NaN, infinities, zeros, values that would round to infinity, and, for a relative bound,
 subnormal numbers, which have fewer bits than the bound needs.
 """
 
@@ -23,19 +23,19 @@ __all__ = ["LEAST_ABSOLUTE", "MOST_ABSOLUTE", "MOST_RELATIVE", "Bound", "can_rou
 
 LEAST_ABSOLUTE: Final = 2.0**-99
 MOST_ABSOLUTE: Final = 2.0**99
-"""The absolute bounds that there may be: with these, multiples of a power of two are exact in every dtype."""
+"""The range of absolute bounds: within it, multiples of a power of two are exact in every dtype."""
 
 MOST_RELATIVE: Final = 0.5
 """The largest relative bound: no bit of the mantissa is kept."""
 
 _BLOCK = 1 << 16
-"""Values at a time, so that they and what is computed of them stay in the L2 cache."""
+"""Values at a time, so that they and intermediate results stay in the L2 cache."""
 
 _Bits = NDArray[Any]
 
 
 class _Float(NamedTuple):
-    """How the bits of a dtype are laid out."""
+    """The bit layout of a dtype."""
 
     bits: np.dtype[Any]
     """Unsigned integers of its size."""
@@ -59,7 +59,7 @@ _FLOATS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far a rounded value may be from what it was."""
+    """The largest allowed error of a rounded value."""
 
     most: float
     """At most 0.5 if it is relative, between 2^-99 and 2^99 if it is absolute; above 0."""
@@ -90,12 +90,12 @@ def can_round(dtype: np.dtype[Any]) -> bool:
 def round_values(memory: NDArray[np.uint8], dtype: np.dtype[Any], bound: Bound) -> float | None:
     """Round the values of ``dtype`` in ``memory`` in place.
 
-    The error of every value is computed from what was written, and compared with the bound.
+    The error of every value is computed from the written value, and compared with the bound.
 
     Returns:
         The largest error, absolute or relative as the bound is, a relative one rounded up by less than the bound
-        itself; None if some value is outside of the bound, which no known input leads to, and then what ``memory`` has
-        is of no use.
+        itself; None if some value is outside of the bound, which no known input causes; then the content of ``memory``
+        is useless.
     """
     layout = _FLOATS[dtype]
     if not bound.absolute and bound.kept_bits >= layout.mantissa:
@@ -122,7 +122,7 @@ def round_values(memory: NDArray[np.uint8], dtype: np.dtype[Any], bound: Bound) 
 
 
 def _to_bits(block: _Bits, layout: _Float, bound: Bound, rounded: _Bits, spare: _Bits) -> None:
-    """The values with fewer bits of their mantissas."""
+    """Values with fewer mantissa bits."""
     word = layout.bits.type
     cut = layout.mantissa - bound.kept_bits
     np.right_shift(block, word(cut), out=rounded)
@@ -140,10 +140,11 @@ def _to_bits(block: _Bits, layout: _Float, bound: Bound, rounded: _Bits, spare: 
 
 
 def _relative_error(block: _Bits, rounded: _Bits, layout: _Float, spare: _Bits) -> float:
-    """The largest relative error, or up to twice as much: so many units in the last place, of a mantissa of 1.
+    """An upper bound of the largest relative error, at most twice it: units in the last place, of a mantissa of 1.
 
-    Values of equal sign are as many of these units apart as their bits tell, as none is in a higher power of two than
-    at its very beginning. Two values of unequal signs would be more units apart than any bound allows.
+    The distance of two values of equal sign, in these units, is that of their bits, since rounding goes at most to the
+    very beginning of the next power of two. Two values of unequal signs would be more units apart than any bound
+    allows.
     """
     apart = np.subtract(rounded, block, out=spare).view(f"i{layout.bits.itemsize}")
     return math.ldexp(max(int(apart.max()), -int(apart.min())), -layout.mantissa)
@@ -158,35 +159,35 @@ def _to_multiples(block: _Bits, dtype: np.dtype[Any], layout: _Float, bound: Bou
     values *= unit
     rounded = _narrow(values, dtype, layout)
     top = layout.bits.type(layout.exponents)
-    _restore(rounded, block, (rounded & top) == top)  # what is not finite, or would not be
+    _restore(rounded, block, (rounded & top) == top)  # values that are not finite, or would not be
     return rounded
 
 
 def _absolute_error(block: _Bits, rounded: _Bits, dtype: np.dtype[Any], layout: _Float) -> float:
-    """The largest absolute error. The differences are exact: a value is next to zero, or to what it became."""
+    """The largest absolute error. The differences are exact: a value is close to zero, or to its rounded value."""
     error = _wide(rounded, dtype, layout)
     error -= _wide(block, dtype, layout)
     np.abs(error, out=error)
     same = rounded == block
-    error[same] = 0.0  # of infinities and NaN it has none
+    error[same] = 0.0  # infinities and NaN have no error
     return float(error.max())
 
 
 def _restore(rounded: _Bits, block: _Bits, kept: NDArray[np.bool_]) -> None:
-    """Give the values that are to be left alone their bits again."""
+    """Restore the bits of values that stay as they are."""
     if kept.any():
         np.copyto(rounded, block, where=kept)
 
 
 def _wide(block: _Bits, dtype: np.dtype[Any], layout: _Float) -> NDArray[Any]:
-    """The values in the dtype for errors, exactly; memory of its own."""
+    """Copies of the values in the dtype for errors, exactly."""
     if dtype == _BF16:
         return (block.astype(np.uint32) << np.uint32(16)).view(_F32)
     return block.view(dtype).astype(layout.wide)
 
 
 def _narrow(values: NDArray[Any], dtype: np.dtype[Any], layout: _Float) -> _Bits:
-    """The bits of values that their dtype has exactly."""
+    """The bits of values that are exact in their dtype."""
     if dtype == _BF16:
         return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return values.astype(dtype, copy=False).view(layout.bits)

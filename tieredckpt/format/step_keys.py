@@ -1,4 +1,4 @@
-"""The keys of a step's index: of its arrays and chunks, and of the record and the digests, which may be in parts."""
+"""The keys of a step's index: of arrays and chunks, and of the record and the digests, which may span several keys."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["Entries", "entries_of", "in_parts", "join_parts"]
 _INLINE_VALUE_MAX = 1 << 20
 
 _KEPT_BYTES = 256 << 20
-"""Of all entries that are kept for the next saves: those of 600,000 small arrays."""
+"""Bytes of all entries kept for the next saves: those of 600,000 small arrays."""
 _KEPT_TREES = 8
 _OVERHEAD = 160
-"""Bytes that a key takes besides its text: as an object, in two orders, and in what is encoded of it."""
+"""Bytes of a key besides its text: its object, its place in two orders, and its encoded form."""
 
 T = TypeVar("T")
 
 
 class Entries:
-    """The keys of a step's index, and the order of what belongs to them; the same for every step of such a tree.
+    """The keys of a step's index, and the order of their values; equal for all steps of trees of one form.
 
     Args:
         names: storage keys of the arrays.
@@ -52,7 +52,7 @@ class Entries:
         digest_parts = -(-sum(self.counts) * SIZE // _INLINE_VALUE_MAX)
         keys += [_part_key(layout.CHUNK_DIGESTS, part) for part in range(digest_parts or 1)]
         self.nbytes = 2 * sum(map(len, keys)) + _OVERHEAD * len(keys)
-        """Of memory, about."""
+        """Bytes of memory, about."""
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self.keys = ocdbt.Keys([keys[i] for i in order])
         self._order = _picker(order)
@@ -70,7 +70,7 @@ class Entries:
         return kept[1]
 
     def in_key_order(self, values: Sequence[T]) -> Sequence[T]:
-        """Values in the order of the keys: given are the arrays' metadata, all chunks, the record and the digests."""
+        """Sort values (the arrays' metadata, all chunks, the record and the digests) into the order of the keys."""
         return self._order(values)
 
     def chunks_in_name_order(self, values: Sequence[T]) -> Sequence[T]:
@@ -85,19 +85,19 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 _kept: list[Entries] = []
-"""Of the trees that are saved now, the one used last at the end; RAM and slower tiers have the same entries."""
+"""Entries of the trees that are saved now, the last used at the end; RAM and slower tiers have the same entries."""
 _guards_kept = threading.Lock()
 
 
 def entries_of(names: tuple[str, ...], grids: tuple[Grid, ...], record_parts: int) -> Entries:
-    """The entries of a step, kept for the next saves of such a tree while there is room for them."""
+    """The entries of a step, kept for the next saves of the same tree while there is room."""
     with _guards_kept:
         for i, entries in enumerate(_kept):
             if (entries.record_parts, entries.names, entries.grids) == (record_parts, names, grids):
                 _kept.append(_kept.pop(i))
                 return entries
     made = Entries(names, grids, record_parts)
-    if made.nbytes > _KEPT_BYTES:  # it would take the place of all others, and then its own
+    if made.nbytes > _KEPT_BYTES:  # it would displace all others, and then itself
         return made
     with _guards_kept:
         _kept.append(made)
@@ -116,7 +116,7 @@ def _part_key(name: str, part: int) -> bytes:
 
 
 def join_parts(name: str, get: Callable[[bytes], bytes | Extent | None], where: str) -> bytes:
-    """The value that `in_parts` divided, by what ``get`` finds under each key. Raises `Corrupt`."""
+    """The value that `in_parts` divided; ``get`` finds the piece under each key. Raises `Corrupt`."""
     pieces = []
     for part in count():
         piece = get(_part_key(name, part))

@@ -1,9 +1,8 @@
 """The structure of a tree as a step stores it: containers, the names of arrays, and inline scalars.
 
-A structure is JSON of tagged objects and says only what data is: no class path, no repr, nothing to execute.
-A namedtuple, dataclass or custom container keeps its field names; which class it was is for the reader's
-``like`` to say. An `ObjectNode` or a `TypedNode` names a kind of the list in ``docs/reference/format.md``, never a
-class of the program.
+A structure is JSON of tagged objects and says only what data is: no class path, no repr, nothing to execute. A
+namedtuple, dataclass or custom container keeps its field names; the reader's ``like`` gives its class. An `ObjectNode`
+or a `TypedNode` names a kind of the list in ``docs/reference/format.md``, never a class of the program.
 
 Containers nest at most `MAX_DEPTH` deep. The key of every array is the path that leads to it (see
 `tieredckpt.format.keys`). Floats are the 16 hexadecimal digits of their IEEE 754 bits, so that -0.0 and the
@@ -187,7 +186,7 @@ ScalarNode: TypeAlias = IntNode | FloatNode | ComplexNode | BoolNode | StrNode |
 Node: TypeAlias = ContainerNode | ArrayNode | ScalarNode | ObjectNode
 
 MAP: Final = "map"
-"""The kind of a dict with keys that a `DictNode` has not; ranks may have different ones, as of a dict."""
+"""The kind of a dict with keys that a `DictNode` cannot store; ranks may have different keys, as in a dict."""
 
 CONTAINERS: Final = (DictNode, ListNode, TupleNode, NamedTupleNode, DataclassNode, CustomNode, TypedNode)
 
@@ -207,7 +206,7 @@ def container(
 
 
 def with_children(node: ContainerNode, names: Sequence[str | int], children: list[Node]) -> ContainerNode:
-    """A container as ``node`` is one, with other children."""
+    """A container of the kind of ``node``, with other children."""
     if isinstance(node, TypedNode):
         return msgspec.structs.replace(node, keys=list(names), children=children)
     return container(type(node), names, children)
@@ -239,8 +238,8 @@ def array_nodes(structure: Node) -> Iterator[ArrayNode]:
 def scalar_node(key: str, value: object) -> ScalarNode | None:
     """``value`` as an inline scalar: an int, float, complex, bool, str, bytes or None; else None.
 
-    Subclasses are not scalars: they would not come back as what they were. Raises `Invalid`, naming ``key``,
-    for a str that UTF-8 cannot hold and for one larger than `MAX_INLINE_BYTES`.
+    Subclasses are not scalars: they would come back as the base class. Raises `Invalid`, naming ``key``, for a str that
+    UTF-8 cannot hold and for one larger than `MAX_INLINE_BYTES`.
     """
     make = _SCALARS.get(type(value))
     return None if make is None else make(key, value)
@@ -273,7 +272,7 @@ def encode_structure(structure: Node) -> bytes:
 
 
 def decode_structure(data: bytes) -> Node:
-    """The structure in ``data``; whatever is wrong with it is `Corrupt`."""
+    """Decode a structure. Raises `Corrupt` for anything wrong with it."""
     if len(data) > MAX_STRUCTURE_BYTES:
         raise Corrupt(f"a tree structure of {len(data)} bytes exceeds the limit of {MAX_STRUCTURE_BYTES}")
     try:
@@ -287,9 +286,9 @@ def decode_structure(data: bytes) -> Node:
 
 
 def check_structure(structure: Node) -> None:
-    """`Corrupt` unless ``structure``, as decoded, keeps the rules that its types cannot state.
+    """Raise `Corrupt` unless a decoded ``structure`` keeps the rules that its types cannot state.
 
-    `decode_structure` calls this; whoever decodes a structure as part of a larger record must.
+    `decode_structure` calls this; code that decodes a structure as part of a larger record must call it too.
     """
     stack = [(ROOT if isinstance(structure, CONTAINERS) else LEAF_KEY, structure, 1)]
     while stack:

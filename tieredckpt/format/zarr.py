@@ -3,10 +3,10 @@
 zarr version 3 (https://zarr-specs.readthedocs.io) as TensorStore reads it: a regular grid, the default chunk
 key encoding, the codec ``bytes``, and after it those of the tier's `tieredckpt.format.encoding.Encoding`.
 
-Two kinds of names. A *zarr data type* is what the metadata says (``float32``, ``bfloat16``). A *dtype name*
-also says what zarr keeps elsewhere or cannot say: a byte order that is not little as a suffix
-(``float32:big``), and time units (``datetime64[ns]``, ``timedelta64[25s]``), whose arrays are zarr ``int64``.
-Sub-byte types (``int4``, ``float4_e2m1fn``) take a byte per item, as in ml_dtypes.
+There are two kinds of names. A *zarr data type* is the name in the metadata (``float32``, ``bfloat16``). A *dtype name*
+adds what zarr keeps elsewhere or cannot express: a byte order that is not little as a suffix (``float32:big``), and
+time units (``datetime64[ns]``, ``timedelta64[25s]``), whose arrays are zarr ``int64``. Sub-byte types (``int4``,
+``float4_e2m1fn``) take a byte per item, as in ml_dtypes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _BUILTIN = (
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
-# What ml_dtypes has and TensorStore 0.1.86 does not open as zarr3 is left out: uint2, uint4, float6_e2m3fn,
-# float6_e3m2fn, float8_e4m3, bcomplex32, complex32.
+# These dtypes of ml_dtypes are left out, since TensorStore 0.1.86 does not open them as zarr3: uint2, uint4,
+# float6_e2m3fn, float6_e3m2fn, float8_e4m3, bcomplex32, complex32.
 _EXTENDED = (
     *("bfloat16", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
     *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int4", "int2"),
@@ -78,7 +78,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
             dtype = None
     if dtype is not None and base != name:
         dtype = dtype.newbyteorder(">")
-    # Aliases ("datetime64[1ns]") and byte orders of what has none would make two names of one dtype.
+    # Aliases ("datetime64[1ns]"), and byte orders of types without one, would give one dtype two names.
     if dtype is None or dtype_name(dtype) != name:
         raise Invalid(f"{name!r} names no dtype that a checkpoint can hold")
     return dtype
@@ -112,7 +112,7 @@ def parse_array_metadata(data: bytes) -> tuple[Grid, np.dtype[Any], Encoding]:
     Times come back as the int64 that they are stored as; the byte order is that of the chunks.
 
     Raises:
-        Corrupt: anything else, valid zarr that this library never writes included.
+        Corrupt: anything else, including valid zarr that this library never writes.
     """
     if len(data) > _MAX_METADATA:
         raise Corrupt(f"zarr.json of {len(data)} bytes: more than any array needs")
@@ -162,7 +162,7 @@ def zarr_type(dtype: np.dtype[Any]) -> str:
         return "int64"
     try:
         name = _NAMES.get(dtype.newbyteorder("<"))
-    except TypeError:  # of NumPy's strings of any length, and other dtypes of its new style
+    except TypeError:  # for NumPy's strings of variable length, and other new-style dtypes
         name = None
     if name is None:
         raise Invalid(
