@@ -1,7 +1,7 @@
-"""The configuration of a store: `store_settings` and `tiers` for the settings, `store` for all.
+"""The configuration of a store: `store_settings` and `tiers` define the settings, `store` the whole.
 
-`exports` has what is exported behind the training, `formats` what a format is. `checks` finds what cannot work. `kinds`
-has what a kind of tier is, and finds the one that a table names.
+`exports` configures exports behind the training; `formats` defines and finds formats. `kinds` defines kinds of tier,
+and finds the kind that a table names. `checks` finds configurations that cannot work.
 """
 
 from __future__ import annotations

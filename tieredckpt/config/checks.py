@@ -1,4 +1,4 @@
-"""Which configurations cannot work, and which may not be what was meant; each with what to change."""
+"""Find configurations that cannot work, and probable mistakes; each problem says what to change."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _FAILURES = (Exception, SystemExit)
 
 
 class _Asked(NamedTuple):
-    """A retention, as it is asked about a sample."""
+    """A retention policy, and the tiers with which it is tried on a sample."""
 
     at: Place
     retain: Retention
     tiers: tuple[TierView, ...]
-    """All that it sees."""
+    """All tiers that it sees."""
     tier: TierView
-    """The one that it is asked about."""
+    """The tier that it is asked about."""
 
 
 def impossible(store: StoreSettings) -> list[Problem]:
@@ -173,13 +173,13 @@ def _keep_nothing(retentions: Iterable[_Asked]) -> Iterator[Problem]:
             views = list(_samples(retain, tiers))
             answers = [retain.retains(asked, view) for view in views]
         except _FAILURES:
-            continue  # reported as probable mistakes, for the sample may be what is wrong
+            continue  # reported as probable mistakes, since the sample may be at fault
         if why := _of_none(answers, views[0].serials_on(asked.name)):
             yield at, f"`{retain.kind}` keeps no step{why}"
 
 
 def _of_none(answers: Sequence[object], serials: AbstractSet[int]) -> str:
-    """Why no step stays with such ``answers`` of a retention; empty where one does."""
+    """Why a retention with these ``answers`` keeps no step; empty if it keeps one."""
     given: list[object] = []
     for answer in answers:
         if not isinstance(answer, AbstractSet | list | tuple):
@@ -223,7 +223,7 @@ def _views(store: StoreSettings) -> tuple[TierView, ...]:
 
 
 def _samples(retain: Retention, tiers: tuple[TierView, ...]) -> Iterator[StoreView]:
-    """Tiers full of steps that were just saved, of all numbers that the retention may mean, with all metrics.
+    """Sample tiers full of steps that were just saved, of all numbers that the retention may mean, with all metrics.
 
     None of these numbers is a serial.
     """

@@ -1,4 +1,4 @@
-"""Exports that a store makes behind the training: which steps, in which format, and where to."""
+"""Exports that a store makes behind the training: which steps, in which format, and to which place."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _export(context: Any, called: str | int, table: object) -> ExportConfig:
         return table
     if not isinstance(table, Mapping):
         raise refusal([((), f"should be a table of settings, not {redacted(table)!r}")])
-    own = context and {"folder": context["folder"]}  # where `retain` belongs is no hint: here it is `keep`
+    own = context and {"folder": context["folder"]}  # no hint where `retain` belongs: here it is `keep`
     return ExportConfig.model_validate(dict(table), context=own)
 
 

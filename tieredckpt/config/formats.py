@@ -1,11 +1,11 @@
-"""Formats of other libraries: the value that makes one known, what it is given to write to, and how it is found.
+"""Formats of other libraries: the value that defines one, the files that it writes to, and how it is found.
 
 A package offers a format through an entry point of the group ``tieredckpt.formats``, whose name is the scheme::
 
     [project.entry-points."tieredckpt.formats"]
     safetensors = "tieredckpt.interchange.safetensors:SAFETENSORS"
 
-The formats of this library are offered in the same way. One is imported only when it is used.
+The formats of this library are offered in the same way. A format is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ GROUP = "tieredckpt.formats"
 """The entry-point group of formats."""
 
 Digests: TypeAlias = Mapping[str, bytes]
-"""Of each thing that a file or folder has, by its name there: what `tieredckpt.interchange.base.Content` gives."""
+"""Digests of the items in a file or folder, by name; a `tieredckpt.interchange.base.Content` computes them."""
 
 
 class Output(Protocol):
     """A file that is written from its start to its end."""
 
     def write(self, data: Any, /) -> int:
-        """Append bytes, of any contiguous buffer, which is free to change afterwards; their number."""
+        """Append the bytes of any contiguous buffer, which may change afterwards; returns their number."""
 
     def flush(self) -> None:
-        """Nothing: a file is flushed when it is closed. Writers of archives call it."""
+        """Does nothing: a file is flushed when it is closed. Writers of archives call it."""
 
 
 class Files(Protocol):
@@ -48,8 +48,7 @@ class Files(Protocol):
     def open(self, name: str, /, *, nbytes: int | None = None) -> AbstractContextManager[Output]:
         """A new file of that name, one at a time. It is complete when the block ends, and not there if that raises.
 
-        ``nbytes`` is how many it has at most, if that is known: in an object store, one that says nothing may have
-        156 GiB.
+        ``nbytes`` is its largest size, if known: in an object store, a file without it may have 156 GiB.
         """
 
 
@@ -58,8 +57,8 @@ class Format:
     """A format of another library."""
 
     read: Callable[[Path], Any] | None = None
-    """The tree at a path, its arrays whole. Runs nothing of what it reads; raises `NotFound`, `Invalid` and `Corrupt`,
-    naming file and key."""
+    """Reads the tree at a path, with whole arrays. Executes nothing that it reads; raises `NotFound`, `Invalid` and
+    `Corrupt`, naming file and key."""
     write: Callable[..., Digests] | None = None
     """``write(step, to, **options)`` writes all arrays of ``step`` to ``to``, a path at which nothing is, and tells
     what was written; ``step`` is a `tieredckpt.engine.exporting.content.StepContent`. Raises `Invalid`, naming the key,
@@ -68,7 +67,7 @@ class Format:
     """``stream(step, files, **options)``: as ``write``, in the place of it, to `Files`. Without the last of the files a
     reader of the format finds nothing, so this one commits the others where they cannot all appear at once."""
     read_back: Callable[[Path], Iterator[tuple[str, bytes]]] | None = None
-    """The digests of what lies at a path, read anew; raises `Corrupt`."""
+    """The digests of the files at a path, read again; raises `Corrupt`."""
     parts: tuple[str, ...] = ()
     """Parts of a tree of which the first that a step has is exported, unless another one is named."""
     options: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Kinds of tier: the value that makes a kind known, how it is found by its name, and how a table becomes a tier.
+"""Kinds of tier: the value that defines a kind, how it is found by name, and how a table becomes a tier.
 
 ::
 
@@ -9,8 +9,8 @@ A package offers a kind through an entry point of the group ``tieredckpt.tiers``
     [project.entry-points."tieredckpt.tiers"]
     floppy = "my_tiers:FLOPPY"
 
-The kinds of this library are offered in the same way. One is imported only when a configuration has it, and one that
-cannot be imported harms nobody who does not use it.
+The kinds of this library are offered in the same way. A kind is imported only when a configuration uses it, so a broken
+kind affects only its users.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Opens(Protocol[C_contra]):
     async def __call__(self, tier: C_contra, /, *, read_only: bool = False) -> BlobStore:
         """The blob store of a tier, connected, and without the wrappers that retry, limit and time.
 
-        With ``read_only`` nothing is made where it is, not even to find out what it can do. Raises `NotFound`
-        (only with ``read_only``: nothing is there), `TierUnavailable`, `Invalid`.
+        With ``read_only`` nothing is created there, not even to find out what the store can do. Raises `NotFound` (only
+        with ``read_only``: nothing is there), `TierUnavailable`, `Invalid`.
         """
 
 
@@ -78,22 +78,22 @@ class TierKind(Generic[C]):
     survives: Callable[[C], Survives]
     """What the tier outlives, by its configuration."""
     exists: Callable[[C], bool] = lambda _: True
-    """Whether there may be a store; False is certain. It opens and makes nothing. May block: see `exists`."""
+    """Whether a store may be there; False is certain. It opens and creates nothing. May block: see `exists`."""
     location: Callable[[C], Path | str | None] = lambda tier: tier.location
-    """Location without secrets, in a form that two configurations are compared by and that RAM notes: a path for
-    a folder of this machine whose files are the objects, other text for anything else. None for what nobody else
-    can find, such as memory."""
+    """Location without secrets, in a form that two configurations are compared by and that RAM notes: a path for a
+    folder of this machine whose files are the objects, other text for anything else. None for a place that no other
+    process can find, such as memory."""
     schemes: tuple[str, ...] = ()
     """The schemes of the URLs that name a place of this kind; its configuration takes one as ``url``."""
     scopes: tuple[Literal["node", "all"], ...] = ("all",)
     """Visibility of such a tier: its node alone, or all nodes."""
     medium: Literal["memory", "nodes", "shared"] = "shared"
-    """For plans, what its speed comes from: each node's memory, the media of all nodes together, or what all share.
-    What outlives no node and is used by a single one is taken for the medium of that."""
+    """For plans, the source of its speed: each node's memory, the media of all nodes together, or a medium that all
+    share. A tier that outlives no node and is used by a single one counts as that node's medium."""
     shares_memory: bool = False
-    """Whether its store has another process read and write the buffers of its callers in place."""
+    """Whether another process of the store reads and writes its callers' buffers in place."""
     transient: Callable[[C], C] = lambda tier: tier
-    """The tier for what no job outlives, such as messages: without what makes objects durable."""
+    """The tier for objects that no job outlives, such as messages: without the settings that make objects durable."""
     tensorstore_spec: Callable[[C, str], dict[str, Any]] | None = None
     """The TensorStore kvstore spec of the tier, whose ``path`` is its root; of its configuration and the location of
     its open store. None where TensorStore has no driver that reads it."""
@@ -111,11 +111,11 @@ class TierKind(Generic[C]):
 
 
 _registered: dict[str, TierKind[Any]] = {}
-"""Kinds that `register` was given, by name."""
+"""Kinds given to `register`, by name."""
 
 
 def register(kind: TierKind[C]) -> TierKind[C]:
-    """Make a kind known to this process without an entry point; other processes, as an agent, do not know it.
+    """Register a kind in this process without an entry point; other processes, such as an agent, do not know it.
 
     Registering it again, or its new version in a notebook, is fine. Raises `Conflict` when another has its name,
     `Invalid` when it is incomplete.
@@ -149,7 +149,7 @@ def replaced(*others: TierKind[Any]) -> Iterator[None]:
 
 
 def kinds() -> list[str]:
-    """The names of all kinds there are."""
+    """The names of all kinds."""
     return sorted(_registered.keys() | _registry.offered(GROUP).keys())
 
 
@@ -164,9 +164,9 @@ def kind_of(tier: C) -> TierKind[C]:
 
 
 def kind_of_url(url: str) -> TierKind[Any]:
-    """The kind that a URL names a place of. Raises `Invalid`, with the schemes that are known.
+    """The kind of the place that a URL names. Raises `Invalid`, with the schemes that are known.
 
-    Of several, first what `register` was given, then the one that is called by the scheme, then this library's.
+    Of several kinds, a registered one wins, then the one named like the scheme, then this library's.
     """
     scheme = url.partition("://")[0].lower()
     offered = _registry.offered(GROUP)
@@ -231,7 +231,7 @@ def _check(kind: object) -> TierKind[Any]:
 
 
 def by_name(value: object, what: str, make: Callable[[str | int, object], T]) -> tuple[T, ...]:
-    """What ``make`` makes of each table in a table by name, or in a sequence whose elements carry their names.
+    """Apply ``make`` to each table in a table by name, or in a sequence whose elements carry their names.
 
     Raises `Invalid` for a value that is neither, and pydantic's error with all problems, each below its table's name.
     """

@@ -1,4 +1,4 @@
-"""The rules by which a tier keeps less of a step than was saved: which arrays, and how far their values may be off."""
+"""Rules for lossy tiers: the arrays, and how far their stored values may differ from the saved ones."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class LossyRule(Settings):
 
     @property
     def says(self) -> str:
-        """What becomes of the arrays, for people."""
+        """What the rule does to the arrays, for people."""
         if self.drop:
             return "drop"
         return (

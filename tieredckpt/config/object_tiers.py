@@ -26,7 +26,7 @@ def _secret(value: object) -> SecretStr:
         raise Invalid("should be the secret as text; leave it out to take it from the environment")
     if is_redacted(value):
         raise Invalid("has REDACTED in the place of a secret: put the secret there, or leave it out")
-    return SecretStr(value.strip())  # what a shell or a mounted file puts at its end
+    return SecretStr(value.strip())  # without the line end that a shell or a mounted file adds
 
 
 def _shown(secret: SecretStr | None, info: SerializationInfo) -> str | None:
@@ -36,7 +36,7 @@ def _shown(secret: SecretStr | None, info: SerializationInfo) -> str | None:
 
 
 def check_endpoint(value: object) -> str:
-    """The URL of a service, without what else a URL may have. Raises `Invalid`."""
+    """Check the URL of a service: without user, query and fragment. Raises `Invalid`."""
     parts = urlsplit(value) if isinstance(value, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         raise Invalid("should be a URL such as 'https://objects.example.org', without a bucket")

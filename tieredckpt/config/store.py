@@ -14,10 +14,10 @@ A configuration file has one table ``[store]`` and one table ``[tiers.NAME]`` pe
     path = "~/checkpoints"
     retain = { kind = "last_n", n = 10 }
 
-One table ``[exports.NAME]`` per export says what is exported behind the training (`tieredckpt.config.exports`).
-Where a tier says nothing else, every step is promoted to it, RAM retains the newest step, other tiers retain
-the newest five, and the oldest leaves first. A policy is a table with its ``kind``, or the bare kind.
-Defaults are found by their kind like any policy; nothing here imports the package that ships them.
+One table ``[exports.NAME]`` per export configures an export behind the training (`tieredckpt.config.exports`). By
+default, every step is promoted to a tier, RAM retains the newest step, other tiers retain the newest five, and the
+oldest step leaves first. A policy is a table with its ``kind``, or the bare kind. Defaults are found by their kind like
+any policy; nothing here imports the package that ships them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> St
     Raises `NotFound` when the file does not exist, and `Invalid` with one line per problem: the file, the
     line on which the value ends, the dotted setting, what is allowed, and the nearest name of a misspelt one.
 
-    Only a file's ``policies`` are imported. A mapping may be what a step tells, and reading one executes nothing.
+    Only a file's ``policies`` are imported. A mapping may come from a step, and reading one executes nothing.
     """
     if isinstance(source, StoreConfig):
         return source
@@ -89,7 +89,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | StoreConfig) -> St
 
 
 def _tier_at(url: str) -> dict[str, Any]:
-    """A tier at a URL, called by its kind."""
+    """A table with a tier at a URL, named by its kind."""
     kind = kind_of_url(url).name
     if url.endswith(".toml"):
         raise Invalid("a configuration is a file, and no object of a bucket; copy it to a folder, and open it there")
@@ -160,7 +160,7 @@ def _load_file(path: Path) -> StoreConfig:
 
 
 def _offer_policies(data: Mapping[str, Any], folder: Path) -> None:
-    """Import the policies that a file names. A mapping may be what a step told, so it never gets here."""
+    """Import the policies that a file names. A mapping may come from a step, so it never gets here."""
     store = data.get("store")
     names = store.get("policies") if isinstance(store, Mapping) else None
     if not names or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -204,7 +204,7 @@ def _validate(data: Mapping[str, Any], folder: Path) -> StoreConfig:
 
 
 def _line_of(place: Place, text: str, data: object) -> int:
-    """The first line up to which ``text`` is TOML and holds as much of ``place`` as the whole does."""
+    """The first line up to which ``text`` is valid TOML and holds as much of ``place`` as the whole text."""
     while place and not _holds(data, place):
         place = place[:-1]
     lines = text.splitlines()

@@ -109,7 +109,7 @@ class StoreSettings(Settings):
 
     @property
     def identity(self) -> str:
-        """What versions before call the folder of RAM: ``name``, or 16 digits derived from where other tiers are."""
+        """Name of the RAM folder in earlier versions: ``name``, or 16 digits derived from other tiers' places."""
         return self._identity([tier.location_with_secrets for tier in self.slower if not tier.lossy])
 
     def _identity(self, where: Sequence[str | None]) -> str:
@@ -119,9 +119,9 @@ class StoreSettings(Settings):
 
     @property
     def located(self) -> tuple[TierConfig, ...]:
-        """The tiers, each with its place: some are named after the store where they name none (`TierConfig.located`).
+        """The tiers, each with its place; a tier without one may get one named after the store (`TierConfig.located`).
 
-        The store is told from others by ``name``, or by where the tiers are that outlive the nodes.
+        The store is identified by ``name``, or by the places of the tiers that outlive the nodes.
         """
         shared = [
             tier.location_with_secrets if isinstance(tier, ObjectTier) else kind_of(tier).location(tier)

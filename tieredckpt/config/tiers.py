@@ -150,13 +150,13 @@ def _chfs_chunk(value: object) -> int:
 
 
 WITH_SECRETS = {"secrets": True}
-"""The context of a dump that is to have the secrets of kvstore specs, which another has not."""
+"""Context of a dump with the secrets of the tiers; other dumps omit them."""
 
 LOOKALIKE = "directory:"
 """Prefix of the address of a look-alike of CHFS; its directory follows."""
 
 CHFS_FOLDER = "/tieredckpt"
-"""The folder in CHFS of stores that nothing tells from others."""
+"""The folder in CHFS of stores without an identity."""
 
 AbsolutePath = Annotated[
     Path,
@@ -181,7 +181,7 @@ class TierConfig(Settings):
     retries: Annotated[int, Field(strict=True, ge=0, le=100)] = 3
     """How often an operation that failed is tried again before the tier counts as failed."""
     deadline: Interval = 30.0
-    """Seconds that an operation may take besides the time for its bytes."""
+    """Time limit of one operation, in seconds, plus the time for its bytes at ``min_bandwidth``."""
     min_bandwidth: Annotated[Rate, Field(gt=0)] = 10_000_000
     """Bytes a second; an operation on more bytes may take so much longer."""
     rate_limit: Annotated[Rate, Field(gt=0)] | None = None
@@ -218,11 +218,11 @@ class TierConfig(Settings):
         return self.location
 
     def located(self, identity: str | None) -> Self:
-        """This tier with its place; where that is named after the store, by its ``identity``, if that is known."""
+        """This tier with its place, which may be named after the store's ``identity``, if that is known."""
         return self
 
     def earlier(self) -> Self | None:
-        """This tier where earlier versions put it, if it names no place and that one was another."""
+        """This tier at its place in earlier versions, if it names no place and that place was another."""
         return None
 
 
@@ -267,7 +267,7 @@ class FolderTier(TierConfig):
     direct: Flag | None = None
     """Whether to bypass the page cache; None to find out whether the file system can."""
     fsync: Flag = True
-    """False gives up promise 3 on this tier: after a crash of the node it may hold nothing."""
+    """False: nothing is synced (promise 3 does not hold); after a crash of the node this tier may hold nothing."""
     access: Literal["private", "group"] = "private"
     """Who may use what is made there: its user alone, or the group of the folder too, whatever the umask is."""
     survives: Literal["node", "site"] = "node"
@@ -329,7 +329,7 @@ class ChfsTier(TierConfig):
 
     @property
     def folder(self) -> str:
-        """``path``, or where versions before put every store that named none."""
+        """``path``, or the folder in which earlier versions put every store without one."""
         return self.path or CHFS_FOLDER
 
     def located(self, identity: str | None) -> Self:
