@@ -1,5 +1,5 @@
-"""The agent: a process of the node that promotes on behalf of a trainer, and goes on when that dies.
+"""The agent: a process of the node that promotes on behalf of a trainer, and continues after the trainer's death.
 
-The trainer alone writes to RAM, the agent alone to all slower tiers. `agent` is its life, and the way in for the
-command line, `service` what it does when a trainer asks. The trainer's side is `tieredckpt.engine.agent`.
+Only the trainer writes to RAM, and only the agent writes to slower tiers. `agent` is the agent's life and the entry for
+the command line, `service` serves the requests of a trainer. The trainer's side is `tieredckpt.engine.agent`.
 """

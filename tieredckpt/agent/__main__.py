@@ -19,12 +19,12 @@ _log = logging.getLogger("tieredckpt")
 
 
 def main() -> int:
-    """Promote until there is nothing to do and no trainer; 1 when that cannot be."""
+    """Promote until there is nothing to do and no trainer; returns 1 if that is impossible."""
     logging.Formatter.converter = time.gmtime
     logging.basicConfig(format="%(asctime)sZ %(process)d %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
     _log.setLevel(logging.INFO)
     handed = json.loads(sys.stdin.readline())  # not to the end, which a fork of the trainer may hold back
-    offer(handed["config"].get("policies", ()))  # what the trainer's own file names
+    offer(handed["config"].get("policies", ()))  # the policies named in the trainer's own file
     config, ram = load(handed["config"]), Path(handed["ram"])
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())

@@ -44,7 +44,7 @@ __all__ = ["Agent", "Ending", "Life", "run_agent"]
 _log = logging.getLogger("tieredckpt")
 
 Life = Literal["stays", "with trainer", "once"]
-"""An agent ends when it is told to, or when there is no trainer and nothing is due, or as soon as nothing is due."""
+"""When an agent ends: when told to; without a trainer and work; or as soon as it has no work."""
 
 _LOOK_AGAIN = 0.1
 """Seconds between looks for a trainer, or for the folder that it makes."""
@@ -53,7 +53,7 @@ _LOOK_AT_PLACES = 10.0
 _CLAIM_TRIES = 5
 """Tries to claim the folder; a process that only checks for an agent holds the lock for a moment."""
 _HELLO = 10.0
-"""Seconds in which a trainer says its first words."""
+"""Seconds for a trainer to send its first message."""
 _TRY_AGAIN = 1.0
 
 
@@ -72,7 +72,7 @@ class Agent:
         config: of the store, whose nearest tier is RAM.
         events: told what happens.
         life: how long it works.
-        ram: the folder of RAM; None to find that whose note has a tier of the configuration.
+        ram: the folder of RAM; None to find the one whose owner note has a tier of the configuration.
     """
 
     def __init__(self, config: StoreConfig, events: Events, life: Life, ram: Path | None = None) -> None:
@@ -89,7 +89,7 @@ class Agent:
         self._opened = False
         self._claim = -1
         self._identity: tuple[int, int] | None = None
-        """Identity of the folder that is claimed."""
+        """Identity of the claimed folder."""
         self._wire: Wire | None = None
         self._dead: tuple[Holder, ...] = ()
         self._finishing: asyncio.Task[None] | None = None
@@ -100,7 +100,7 @@ class Agent:
         return self._opened
 
     async def run(self) -> None:
-        """Work until there is nothing to do, or until cancelled; then finish the write under way, or give it up.
+        """Work until there is nothing to do, or until cancelled; then finish the write under way, or abandon it.
 
         Raises:
             Conflict: another agent, or a store that promotes by itself, is at work there.
@@ -153,7 +153,7 @@ class Agent:
             goodbye = await self._serve(wire)
         except Parted as error:
             _log.info("the trainer (process %d) has gone: %s", wire.peer, error)
-            self._dead = (*self._dead, wire.holder)  # for the next one's reckoning of failures
+            self._dead = (*self._dead, wire.holder)  # the next trainer counts it as a failure
         except _Unfit as error:
             _log.error("%s", error)
             await asyncio.sleep(_TRY_AGAIN)  # it closes its store, or is repaired
@@ -170,7 +170,7 @@ class Agent:
     # -- the folder ---------------------------------------------------------------------------------------
 
     def _is_claimed(self) -> bool:
-        """Whether this is the agent of the folder that is there now."""
+        """Whether this agent has claimed the folder that is there now."""
         if self._identity is None:
             return False
         with suppress(OSError):
@@ -203,14 +203,14 @@ class Agent:
         return True
 
     async def _find(self) -> bool:
-        """Take the RAM that notes a tier of the configuration: what a trainer uses, else what was used last."""
+        """Find the RAM whose owner note has a tier of the configuration: that of a trainer, else the last used one."""
         if self._given is not None:
             return False
         if not self._places:
             self._places = list((await places_of(self._config)).values())
         found = [each for each in await in_thread(find_ram, self._root) if each.rank is None and not each.lost]
         near = [await judged_within(_LOOK_AT_PLACES, each) for each in found if notes([each], self._places)]
-        # What a person removed is promoted for a trainer that uses it alone, which knows better.
+        # RAM of a store that a person removed is promoted only while a trainer uses it: the trainer knows better.
         mine = [each for each in near if each.user or each.holding or may_return([each], self._places)]
         if not mine:
             return False
@@ -242,9 +242,9 @@ class Agent:
         note = await in_thread(read_note, self._folder)
         try:
             if ram.ram is not None and note is not None and ram.ram.store.is_of(note):
-                await scan_tier(ram)  # a slab that went with its process is still mapped here
+                await scan_tier(ram)  # the slab of an ended process is still mapped here
             else:
-                while ram.steps.pins:  # what is read stays where it is
+                while ram.steps.pins:  # steps that are read stay where they are
                     await state.changed.wait(_LOOK_AGAIN)
                 await ram.disconnect()
                 await connect_tier(state, ram)
@@ -265,7 +265,7 @@ class Agent:
         if not isinstance(hello, messages.Hello):
             raise Parted("it does not begin with its name")
         if (hello.version, hello.settings) != (VERSION, settings_of(self._config)):
-            self._give_up(wire, hello)  # what follows may be of a form that this version cannot read
+            self._give_up(wire, hello)  # later messages may have a form that this version cannot read
         in_ram: messages.FromTrainer = await wire.read(messages.FromTrainer, _HELLO)
         if not isinstance(in_ram, messages.InRam):
             raise Parted("it does not go on with what it has")
@@ -314,7 +314,7 @@ class Agent:
     # -- the end ------------------------------------------------------------------------------------------
 
     def _is_finished(self) -> bool:
-        """Whether everything that is due is promoted, now that there is no trainer; sees to it that it will be."""
+        """Whether everything due is promoted, now that there is no trainer; starts the last promotions if needed."""
         if self._finishing is None:
             self._finishing = asyncio.create_task(self._finish(), name="tieredckpt last promotions")
         return self._finishing.done()

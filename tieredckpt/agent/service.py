@@ -37,9 +37,9 @@ _log = logging.getLogger("tieredckpt")
 
 _HEARTBEAT = 5.0
 _LOOK_AT_TRAINER = 1.0
-"""Seconds of silence after which the trainer's process is looked for; a fork of it may keep the connection open."""
+"""Seconds of silence after which to check the trainer's process; a fork of it may keep the connection open."""
 _PROGRESS = 0.1
-"""Seconds for which the bytes that were read are added up before they are sent."""
+"""Seconds for which read bytes are added up before they are sent."""
 
 
 class Service:
@@ -72,7 +72,7 @@ class Service:
                 match message:
                     case messages.InRam():
                         adopt_ram(self._state, message)
-                        self._engine.prepare_memory()  # of a slab that has grown
+                        self._engine.prepare_memory()  # the slab may have grown
                     case messages.Request():
                         task = asyncio.create_task(self._answer(message), name=f"tieredckpt request {message.number}")
                         self._work[message.number] = task
@@ -236,7 +236,7 @@ class LentTiers:
         return await make_room(self._state, self._collector, None, tier, operation.nbytes)
 
     async def lend(self, operation: messages.Lend) -> None:
-        """Keep the tier's packs as they are until it is given back."""
+        """Protect the tier's packs until the tier is given back."""
         tier = self._state.tier(operation.tier)
         if tier.marker is None:
             raise TierUnavailable(f"tier {tier.name!r} is not available: {tier.health.error}")
@@ -244,7 +244,7 @@ class LentTiers:
         self._lent.add(tier.name)
 
     def give_back(self, name: str) -> None:
-        """Release the packs; those that were written and not committed are collected, as after a crash."""
+        """Release the packs; uncommitted ones are collected, as after a crash."""
         if name in self._lent:
             self._lent.remove(name)
             self._state.tier(name).packs.guard.release()

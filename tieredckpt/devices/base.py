@@ -1,4 +1,4 @@
-"""What the library asks of a device with memory of its own, as small Protocols.
+"""The interface of a device with memory of its own, as small Protocols.
 
 The terms are those of CUDA. A *stream* is a queue of work of one device that runs in order, beside other streams. An
 *event* marks a place in a stream. Host memory is *registered* (page-locked) when a device copies to and from it
@@ -27,7 +27,7 @@ def address(memory: Bytes) -> int:
 
 
 class DeviceFull(DeviceUnavailable):
-    """The device has no memory for what was asked. Nothing that touches host memory was enqueued."""
+    """The device has too little memory for the request. Nothing that touches host memory was enqueued."""
 
 
 class Event(Protocol):
@@ -36,19 +36,19 @@ class Event(Protocol):
     def wait(self) -> None:
         """Block the calling thread until the stream has got there. Releases the GIL.
 
-        Raises `DeviceUnavailable` where something before it in the stream failed.
+        Raises `DeviceUnavailable` if work before it in the stream failed.
         """
 
 
 class Stream(Protocol):
     """A queue of work of one device. Each verb but `finish` only enqueues; one thread at a time uses it.
 
-    Every verb raises `DeviceUnavailable`. Arrays and host memory stay alive, and host memory is not touched by others,
-    until an event that is recorded later has come.
+    Every verb raises `DeviceUnavailable`. The caller keeps arrays and host memory alive, and does not touch the host
+    memory, until a later event of the stream has come.
     """
 
     def after(self, event: Event) -> None:
-        """Run what is enqueued from here on after ``event``, of any stream of any device of the driver."""
+        """Run all work that is enqueued from here on after ``event``, of any stream of any device of the driver."""
 
     def copy_out(self, source: Any, targets: Sequence[Bytes]) -> None:
         """Copy the row-major bytes of an array of the device to the host: one after the other into ``targets``.
@@ -60,17 +60,17 @@ class Stream(Protocol):
     def gather_out(self, sources: Sequence[Any], target: Bytes) -> None:
         """Copy the row-major bytes of arrays of one form, which follow each other in ``target``, in one transfer.
 
-        It takes as much memory of the device. Raises `DeviceFull` where there is none.
+        It takes as much device memory again. Raises `DeviceFull` where there is none.
         """
 
     def copy_in(self, sources: Sequence[Bytes], target: Any) -> None:
         """Fill an array of the device, in any memory layout, with its row-major bytes, which follow each other."""
 
     def record(self) -> Event:
-        """An event here."""
+        """Record an event at the end of the work so far."""
 
     def finish(self) -> None:
-        """Block until nothing of it is under way, whatever came of it. Needs no event. Releases the GIL.
+        """Block until no work of the stream is under way, even after errors. Needs no event. Releases the GIL.
 
         Any thread may call it, also while another one uses the stream.
         """
@@ -89,7 +89,7 @@ class Device(Protocol):
 
     @property
     def driver(self) -> Driver:
-        """What registers host memory for it."""
+        """The driver that registers host memory for it."""
 
     def stream(self) -> Stream:
         """A stream beside those of the program."""
@@ -97,7 +97,8 @@ class Device(Protocol):
     def empty(self, like: Any, stream: Stream | None) -> Any:
         """A new array of the shape and dtype of ``like``, whose memory belongs to ``stream``.
 
-        Who had it before may still use it in what is enqueued there. None is the calling thread's current stream.
+        Work that is enqueued there may still use the memory for its former owner. None is the calling thread's current
+        stream.
         """
 
     def span(self, array: Any) -> tuple[int, int]:
@@ -120,11 +121,11 @@ class Driver(Protocol):
         """The devices that this process has begun to use."""
 
     def current_streams(self) -> Mapping[Device, Stream]:
-        """The stream of each device on which the calling thread works, as its framework has it."""
+        """The calling thread's current stream of each device, as the framework defines it."""
 
 
 class DeviceArray:
-    """An array in the memory of a device, of a class that no framework known here has. To be subclassed.
+    """Base class for arrays in device memory that belong to no framework known here.
 
     A tree may hold it as it holds a tensor: it is saved, and filled by a restore with ``like`` or ``into``. Restored
     without these it is a NumPy array. Beside the attributes, ``array[slices]`` is a view of a part of it.

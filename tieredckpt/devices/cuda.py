@@ -2,8 +2,9 @@
 
 See the CUDA Runtime API, cudaHostRegister and cudaMemcpyAsync, and "CUDA semantics" of PyTorch's notes.
 
-Most of what is here runs on threads of the library, whose current device is the first one, used or not. Work on another
-is begun with that as the current device: what sets the first one makes it hold memory for this process.
+Most of this code runs on threads of the library, whose current device is the first one, used or not. Work on another
+device first makes that device current: a call that makes the first device current would make it allocate memory for
+this process.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ __all__ = ["DRIVER", "device_of", "devices"]
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: page-locked for all devices, whichever is the calling thread's."""
 _RELAXED = 2
-"""``CU_STREAM_CAPTURE_MODE_RELAXED``: what the thread calls ends no capture of a CUDA graph by another thread."""
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``: calls of the thread do not end a CUDA graph capture of another thread."""
 
 
 @contextmanager
 def _beside_captures() -> Iterator[None]:
-    """Relax this thread's capture mode: else a wait for an event, or an allocation, ends the capture of a CUDA graph by
-    another thread. See the CUDA Driver API, cuThreadExchangeStreamCaptureMode, which torch does not offer."""
+    """Relax this thread's capture mode.
+
+    Otherwise a wait for an event, or an allocation, ends the capture of a CUDA graph by another thread. See the CUDA
+    Driver API, cuThreadExchangeStreamCaptureMode, which torch does not offer.
+    """
     if (exchange := _exchange()) is None:
         yield
         return
@@ -47,7 +51,7 @@ def _beside_captures() -> Iterator[None]:
 
 @cache
 def _exchange() -> Any:
-    """Sets the calling thread's mode, and gives the one before. None without NVIDIA's driver, as for torch of ROCm."""
+    """A function that sets the calling thread's mode and returns the former; None without NVIDIA's driver (ROCm)."""
     with suppress(OSError, AttributeError):
         # Keeps the GIL, which each of these short calls would wait for beside a training that runs Python.
         return ctypes.PyDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
@@ -126,19 +130,19 @@ class _CudaStream:
 
     def record(self) -> Event:
         with _mapped(self._name, "an event"):
-            # Blocking: who waits sleeps, and leaves the processor to the training.
+            # Blocking: a waiting thread sleeps, and leaves the processor to the training.
             event = torch.cuda.Event(blocking=True)
             event.record(self._stream)
         return _CudaEvent(self._name, event)
 
     def finish(self) -> None:
-        # Of a device that has failed, which runs nothing any more.
+        # Raised for a device that has failed, which runs nothing any more.
         with suppress(RuntimeError), _beside_captures():
             self._stream.synchronize()
 
 
 def _flat(source: Any) -> Any:
-    """The row-major bytes, on the device: of what is not contiguous a copy, in memory of the current stream."""
+    """The row-major bytes, on the device; a copy if ``source`` is not contiguous, in memory of the current stream."""
     plain = source.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
 
@@ -214,8 +218,8 @@ def _begun() -> list[int]:
 def _on_a_thread_that_ends(what: str, *arguments: int) -> None:
     """Call a function of the runtime. Raises `OSError`.
 
-    A refusal stays the last error of its thread, and would be taken for the error of a kernel that is launched there
-    later; torch offers nothing that clears it.
+    A refusal stays the last error of its thread, and a later kernel launch there would report it; torch cannot clear
+    it.
     """
 
     def call() -> None:
@@ -237,7 +241,7 @@ def _device(index: int) -> _CudaDevice:
 
 
 def devices() -> dict[Device, str]:
-    """The devices that torch sees, and what people call them; initializes CUDA."""
+    """The devices that torch sees, and their names for people; initializes CUDA."""
     if not torch.cuda.is_available():
         return {}
     about = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -250,11 +254,11 @@ def device_of(tensor: Any) -> Device:
 
 
 _WASTE = 4
-"""Bytes that are brought to the host at most for each that is wanted, where a tensor can be divided."""
+"""Most bytes that are copied to the host for each byte that is wanted, where a tensor can be divided."""
 
 
 def _raw_bytes(source: Any) -> Any:
-    """Those of ``source`` as a tensor of bytes on the host, by copies of memory as it lies. Blocking, and slow."""
+    """The bytes of ``source`` as a tensor of bytes on the host, by copies of memory as it lies. Blocking, and slow."""
     plain = source.detach()
     if conjugate := plain.is_conj():
         plain = plain.conj()
@@ -269,7 +273,7 @@ def _raw_bytes(source: Any) -> Any:
 
 
 def _brought(plain: Any) -> Any:
-    """The tensor on the host: by the memory between its first and last item, or along its longest stride in parts."""
+    """Copy the tensor to the host: the memory between its first and last item, or parts along its longest stride."""
     if not plain.numel():
         return torch.empty(plain.shape, dtype=plain.dtype)
     reach = sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True)) + 1

@@ -1,4 +1,4 @@
-"""What is current on the thread that calls a store, whose work is done on others."""
+"""The device streams and mesh that are current on the thread that calls a store; its work runs on other threads."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Current", "current"]
 
 
 class Current(NamedTuple):
-    """Where the caller works."""
+    """Current streams and mesh of the caller."""
 
     streams: Mapping[Device, Stream]
     mesh: Any
-    """That of `jax.set_mesh`, which gives the shardings of abstract meshes their devices; None without one."""
+    """The mesh of `jax.set_mesh`, which gives the shardings of abstract meshes their devices; None without one."""
 
 
 def current() -> Current:
-    """What is current on the calling thread."""
+    """The current streams and mesh of the calling thread."""
     return Current(current_streams(), _mesh())
 
 

@@ -26,7 +26,7 @@ def added(driver: Driver) -> Iterator[None]:
 
 
 def drivers() -> list[Driver]:
-    """Those whose devices the program has used. Never initializes a device."""
+    """The drivers whose devices the program has used. Never initializes a device."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return list(_added)
@@ -36,7 +36,7 @@ def drivers() -> list[Driver]:
 
 
 def current_streams() -> Mapping[Device, Stream]:
-    """Where the calling thread works on each device: what it enqueued there comes before what is saved now."""
+    """Current streams of the calling thread: work that is enqueued there comes before what is saved now."""
     found: dict[Device, Stream] = {}
     for driver in drivers():
         found.update(driver.current_streams())

@@ -1,4 +1,4 @@
-"""What this machine's GPUs offer, for `doctor`: which there are, whether shared memory is page-locked and near them."""
+"""Examine this machine's GPUs for `doctor`: which there are, and whether shared memory is page-locked and near them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tieredckpt.units import format_rate, format_size
 __all__ = ["Finding", "facts", "nearness", "page_locking"]
 
 _NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
-"""What a driver of NVIDIA makes; the last one under WSL."""
+"""Device files of NVIDIA's driver; the last one under WSL."""
 
 
 class Finding(NamedTuple):
-    """What was found."""
+    """A finding about a GPU."""
 
     text: str
     """For people."""
     slower: bool = False
-    """All works, and slower than it could; the text says how to mend that."""
+    """It works, but slower than it could; the text says how to fix that."""
 
 
 def facts() -> Iterator[tuple[str, Finding]]:
-    """Name of each, and what was found. Imports torch only where there is a device; blocking."""
+    """Findings by name. Imports torch only where there is a device; blocking."""
     if not any(Path(node).exists() for node in _NODES):
         yield "GPU", Finding("no NVIDIA device on this machine")
         return
@@ -52,7 +52,7 @@ def facts() -> Iterator[tuple[str, Finding]]:
 
 
 def page_locking(driver: Driver) -> Finding:
-    """Whether ``driver`` registers shared memory; if not, what that costs and how to mend it."""
+    """Whether ``driver`` registers shared memory; if not, the cost, and how to fix it."""
     shared = mmap.mmap(-1, BUFFER)
     memory = np.frombuffer(shared, dtype=np.uint8)
     memory[:: mmap.PAGESIZE] = 0  # with its pages, as a slab has them
@@ -80,7 +80,7 @@ def page_locking(driver: Driver) -> Finding:
 
 
 def nearness(devices: Collection[Device]) -> Finding:
-    """On which NUMA nodes the devices are, and whether memory can be taken there; if not, how to mend that."""
+    """On which NUMA nodes the devices are, and whether memory can be taken there; if not, how to fix that."""
     if len(numa.NUMA.nodes()) < 2:
         return Finding("the machine has one node, or does not say which: there is no memory that is nearer than other")
     nodes = {device: numa.NUMA.node_of(device) for device in devices}

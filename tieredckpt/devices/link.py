@@ -1,6 +1,6 @@
 """The copies between devices and the host that one thread has in flight: a bounded number, first in, first out.
 
-A copy goes straight to or from registered memory. What lies elsewhere passes through a page-locked buffer.
+A copy goes directly to or from registered memory. Other memory is copied through a page-locked buffer.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Flight(Generic[T]):
     """A copy that was begun."""
 
     what: T
-    """As it was given."""
+    """The caller's label of the copy."""
     landed: Event
     buffer: Bytes | None
-    """Where the bytes of a copy from a device arrive, if not where they are wanted."""
+    """The buffer in which a copy from a device arrives, if it does not go to its final place."""
     driver: Driver
 
 
 class _Unmarked:
-    """In the place of an event that could not be recorded."""
+    """Stands in for an event that could not be recorded: waits for the stream, and raises the error."""
 
     def __init__(self, stream: Stream, error: DeviceUnavailable) -> None:
         self._stream, self._error = stream, error
@@ -50,7 +50,7 @@ class _Unmarked:
 
 
 def _mark(stream: Stream) -> Event:
-    """An event here, or what waits for all of the stream, and raises: a copy that nobody waits for never ends."""
+    """An event at this place, or a stand-in that waits for the whole stream and raises: no copy may go unwaited."""
     try:
         return stream.record()
     except DeviceUnavailable as error:
@@ -61,7 +61,7 @@ class Link(Generic[T]):
     """The copies that one thread has in flight; to be closed, or used in ``with``.
 
     Args:
-        memory: what devices reach by themselves.
+        memory: the host memory that devices reach by themselves.
         stream: lends a stream, for the copies of a device.
         part: the most bytes of one copy.
     """
@@ -86,7 +86,7 @@ class Link(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Wait for what is in flight, whatever comes of it, and give buffers and streams back."""
+        """Wait for the copies in flight, even if they fail, and give buffers and streams back."""
         for flight in self._flights:
             with suppress(DeviceUnavailable):
                 flight.landed.wait()
@@ -98,26 +98,27 @@ class Link(Generic[T]):
 
     @property
     def is_full(self) -> bool:
-        """Whether `land` is to be called before anything else is begun."""
+        """Whether `land` must be called before another copy is begun."""
         return len(self._flights) >= self._ahead
 
     def copy_out(self, what: T, device: Device, source: Any, target: Bytes | None, nbytes: int) -> None:
         """Begin the copy of ``source``, an array of ``nbytes`` on ``device``, to the start of ``target``.
 
-        ``target`` is None where a buffer is to take it. Raises `DeviceUnavailable`; a part may be in flight then.
+        If ``target`` is None, a buffer takes the bytes. Raises `DeviceUnavailable`; a part may be in flight then.
         """
         stream = self._stream_of(device)
         with self._way(device.driver, None if target is None else target[:nbytes], nbytes) as (parts, buffer):
             try:
                 stream.copy_out(source, parts)
             finally:
-                # Also of a copy that failed half way: some of its parts may be under way.
+                # Also for a copy that failed half way: some of its parts may be under way.
                 self._flights.append(Flight(what, _mark(stream), buffer, device.driver))
 
     def copy_in(self, what: T, device: Device, source: Bytes, target: Any, ready: Event | None) -> None:
         """Begin to fill ``target``, an array on ``device``, with its row-major bytes, once it is ``ready``.
 
-        ``source`` stays as it is until that has landed. Raises `DeviceUnavailable`; a part may be in flight then.
+        The caller does not change ``source`` until the copy has landed. Raises `DeviceUnavailable`; a part may be in
+        flight then.
         """
         stream = self._stream_of(device)
         if ready is not None:
@@ -146,8 +147,10 @@ class Link(Generic[T]):
 
     @contextmanager
     def _way(self, driver: Driver, memory: Bytes | None, nbytes: int) -> Iterator[tuple[list[Bytes], Bytes | None]]:
-        """Where on the host a copy of so many bytes ends or begins, in the block that enqueues it: parts of ``memory``,
-        or of a buffer, which is the second one then."""
+        """Host memory for a copy of so many bytes, for the block that enqueues it.
+
+        Yields parts of ``memory`` and None, or parts of a buffer and that buffer.
+        """
         direct = nullcontext(None) if memory is None else self._memory.direct(driver, memory)
         with direct as parts:
             if parts is not None:

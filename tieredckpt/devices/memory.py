@@ -22,14 +22,16 @@ _log = logging.getLogger("tieredckpt")
 BUFFER = 64 << 20
 """Bytes of a page-locked buffer; more only where a chunk is larger."""
 _REGISTERED_AT_ONCE = 64 << 20
-"""Bytes of a range, whose registration holds a lock of the driver that every process of the machine waits for: about
-7 ms, by what others measured."""
+"""Bytes that are registered at once, as one range.
+
+The driver holds a lock meanwhile, which every process of the machine waits for: about 7 ms, by what others measured.
+"""
 _PAUSE = 0.001
-"""Seconds between two, in which a program takes device memory, or makes a stream."""
+"""Seconds between two registrations, in which a program can take device memory, or make a stream."""
 
 
 class Registered:
-    """A mapping that a driver registers range by range from its start, as far as it has its memory.
+    """A mapping that a driver registers range by range from its start, as far as its memory is reserved.
 
     A transfer must lie within one range, so `within` cuts memory where ranges meet.
     """
@@ -40,7 +42,7 @@ class Registered:
         self.mapping = mapping
         self._driver = driver
         self._ends: list[int] = []
-        """Of the ranges, which follow each other."""
+        """Ends of the ranges, which follow each other."""
         self._guards_ranges = threading.Lock()
         self._closed = False
 
@@ -50,9 +52,9 @@ class Registered:
         return self._ends[-1] if self._ends else 0
 
     def extend(self, there: int) -> None:
-        """Register up to ``there`` bytes from the start, all of which have their memory. Blocking.
+        """Register up to ``there`` bytes from the start, whose memory is reserved. Blocking.
 
-        A refusal ends it for good, and is kept as ``error``: a locked-memory limit does not go away by itself.
+        After a refusal, kept as ``error``, it registers nothing more: a locked-memory limit does not go away by itself.
         """
         while True:
             with self._guards_ranges:
@@ -96,28 +98,28 @@ class Registered:
             self._closed = True
             start = 0
             for end in self._ends:
-                with suppress(OSError):  # of a process whose device has failed
+                with suppress(OSError):  # in a process whose device has failed
                     self._driver.unregister(self.mapping[start:end])
                 start = end
             self._ends = []
 
 
 class HostMemory:
-    """What the devices of a process reach of a store's memory. Safe to use from any thread."""
+    """A store's host memory that devices reach by themselves. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._mappings: tuple[Bytes, ...] = ()
         self._registered: dict[Driver, tuple[Registered, ...]] = {}
-        """Of each driver that was met, the mappings that are followed."""
+        """By known driver, the mappings that are followed."""
         self._buffers: dict[Driver, list[Bytes]] = {}
         self._streams: dict[Device, list[Stream]] = {}
-        """That nobody uses."""
+        """Idle streams."""
         self._at_work: list[Stream] = []
         self._guards_members = threading.Lock()
         self._guards_mappings = threading.Lock()
-        """Held while a copy to or from one is enqueued: none is given back meanwhile."""
+        """Held while a copy to or from a mapping is enqueued: no mapping is given back meanwhile."""
         self._told = False
-        """That there is no page-locked memory."""
+        """Whether the lack of page-locked memory was logged."""
 
     def follow(self, mapping: Bytes) -> None:
         """Register that mapping, too, when `extend` is called; until `forget`."""
@@ -147,15 +149,15 @@ class HostMemory:
                 self._registered[driver] = tuple(Registered(mapping, driver) for mapping in self._mappings)
 
     def extend(self, mapping: Bytes, there: int) -> None:
-        """Register up to ``there`` bytes of the mapping, all of which have their memory. Blocking.
+        """Register up to ``there`` bytes of the mapping, whose memory is reserved. Blocking.
 
-        Nothing happens where it is followed no more.
+        Does nothing for a mapping that is not followed any more.
         """
         for each in self._registrations(mapping):
             each.extend(there)
 
     def within(self, driver: Driver, memory: Bytes) -> list[Bytes] | None:
-        """Parts of ``memory`` that the devices copy to or from directly; None where it passes through a buffer."""
+        """Parts of ``memory`` that the devices copy to or from directly; None if it must pass through a buffer."""
         for registered in self._registered.get(driver, ()):
             if (parts := registered.within(memory)) is not None:
                 return parts
@@ -173,7 +175,7 @@ class HostMemory:
 
     @contextmanager
     def stream(self, device: Device) -> Iterator[Stream]:
-        """A stream of the device for the length of the block, at whose end nothing of it is under way.
+        """A stream of the device for the length of the block, which ends when no work of the stream is under way.
 
         They are reused: a process has 32 of CUDA, which torch hands out again and again, to NCCL as well.
         """
@@ -200,7 +202,7 @@ class HostMemory:
                     self._at_work.remove(stream)
 
     def registered(self, mapping: Bytes) -> int:
-        """Bytes of the mapping that every driver that was met has registered."""
+        """Bytes of the mapping that every known driver has registered."""
         return min((each.nbytes for each in self._registrations(mapping)), default=0)
 
     def _registrations(self, mapping: Bytes) -> list[Registered]:
@@ -211,7 +213,7 @@ class HostMemory:
     def buffer(self, driver: Driver, nbytes: int) -> Iterator[Bytes]:
         """A page-locked buffer of at least ``nbytes`` for the length of the block; they are reused.
 
-        Where the driver refuses that too it is plain memory, from which copies are slower and block.
+        If the driver refuses, it is plain memory, from which copies are slower and block.
         """
         with self._guards_members:
             free = self._buffers.setdefault(driver, [])

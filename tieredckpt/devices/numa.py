@@ -1,7 +1,7 @@
-"""Host memory near devices: on a machine of several NUMA nodes it is taken on the node that the device is attached to.
+"""Allocate host memory near devices: on the NUMA node that the device is attached to.
 
 Copies between a device and memory of another node cross the link between the processors, which all devices share. See
-mbind(2), set_mempolicy(2) for what a preferred node means, and ``numa_node`` in sysfs-bus-pci of Linux.
+mbind(2), set_mempolicy(2) for preferred nodes, and ``numa_node`` in sysfs-bus-pci of Linux.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _mbind(address: int, nbytes: int, mode: int, nodes: Sequence[int]) -> None:
     mask = (ctypes.c_ulong * (max(nodes) // _WORD + 1))()
     for node in nodes:
         mask[node // _WORD] |= 1 << node % _WORD
-    bits = ctypes.c_ulong(len(mask) * _WORD + 1)  # of which the kernel reads one less
+    bits = ctypes.c_ulong(len(mask) * _WORD + 1)  # the kernel reads one bit less
     where = ctypes.c_void_p(address), ctypes.c_ulong(nbytes)
     if _libc().syscall(ctypes.c_long(_MBIND[uname.machine]), *where, ctypes.c_int(mode), mask, bits, ctypes.c_uint(0)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -47,10 +47,10 @@ class Numa:
 
     sys: Path = Path("/sys")
     mbind: Callable[[int, int, int, Sequence[int]], None] = _mbind
-    """With an address, bytes, a mode and nodes. Raises `OSError`."""
+    """Called with an address, bytes, a mode and nodes. Raises `OSError`."""
 
     def nodes(self) -> set[int]:
-        """Those that have memory; empty where the system does not say."""
+        """The nodes that have memory; empty where the system does not say."""
         with suppress(OSError, ValueError):
             return set(_listed((self.sys / "devices/system/node/has_memory").read_text()))
         return set()
@@ -73,7 +73,7 @@ class Numa:
     def prefer(self, memory: Bytes, nodes: Sequence[int]) -> None:
         """Take pages of ``memory``, from now on, on these nodes: in turn if there are several. Raises `OSError`.
 
-        ``memory`` begins at a page. Of shared memory it holds for every process that asks for pages of that file.
+        ``memory`` begins at a page. For shared memory this affects every process that allocates pages of that file.
         """
         mode = _PREFERRED if len(nodes) == 1 else _INTERLEAVED
         self.mbind(address(memory), memory.nbytes, mode, nodes)
@@ -83,9 +83,9 @@ NUMA = Numa()
 
 
 def take_near_devices(memory: Bytes) -> None:
-    """Take pages of ``memory``, none of which is there yet, near the devices that this process uses.
+    """Allocate the pages of ``memory``, none of which exists yet, near the devices that this process uses.
 
-    Nothing happens on a machine of one node, without devices, or where the system refuses: `doctor` tells that.
+    Does nothing on a machine of one node, without devices, or if the system refuses: `doctor` reports that.
     """
     with suppress(OSError, DeviceUnavailable):
         if nodes := NUMA.near([device for driver in drivers() for device in driver.in_use()]):

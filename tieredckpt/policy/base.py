@@ -1,8 +1,8 @@
 """The questions that policies answer, the frozen views they see, and how a policy is found by its kind.
 
-A policy is a frozen pydantic model with a literal ``kind``, pure and synchronous: from the views it is
-handed it answers one question, always in the same way. It reads no clock, file or random number, so that
-the simulator can drive the very same object. Policies propose; the engine disposes.
+A policy is a frozen pydantic model with a literal ``kind``, pure and synchronous: from the views that it gets, it
+answers one question, always in the same way. It reads no clock, file or random number, so that the simulator can use
+the same object. A policy suggests; the engine may refuse, to keep the last good copy.
 
 ::
 
@@ -20,9 +20,9 @@ questions, each with a class of its own::
     [project.entry-points."tieredckpt.policies"]
     "promotion.milestones" = "my_policies:Milestones"
 
-A script offers its own through `register`; a configuration file names the module that does, under ``policies``
-of ``[store]``, for processes that do not run the script (`offer`). A class is imported only when its kind is asked
-for, and one that cannot be imported harms nobody who does not use it.
+A script offers its own through `register`. For processes that do not run the script, a configuration file names the
+module that calls it, under ``policies`` of ``[store]`` (`offer`). A class is imported only when its kind is used, so a
+broken class affects only its users.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Policy(Settings):
     """The method that a policy of this question defines."""
 
     kind: str
-    """A class narrows it to one literal, and gives that as the default."""
+    """Subclasses narrow it to one literal, which is the default."""
 
     @classmethod
     def noun(cls) -> str:
@@ -114,7 +114,7 @@ class Retention(Policy):
     question = "retention"
     answer = "retains"
     retains_all: ClassVar[bool] = False
-    """Whether every step stays, off-branch ones included: nobody asks which then, for the answer grows with them."""
+    """Whether every step stays, even off-branch: nobody asks which then, since the answer would grow with them."""
 
     def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
         """Serials of the steps that must stay on ``tier``; the others may leave it."""
@@ -122,7 +122,7 @@ class Retention(Policy):
 
 
 class Eviction(Policy):
-    """In which order do the others leave when room is needed?"""
+    """In which order do the steps that need not stay leave, when room is needed?"""
 
     question = "eviction"
     answer = "order"
@@ -130,7 +130,7 @@ class Eviction(Policy):
     def order(self, candidates: Sequence[StepView], tier: TierView, store: StoreView) -> list[int]:
         """The serial of each of ``candidates`` once, first to leave first.
 
-        The engine moves off-branch steps to the front, whatever this answers.
+        The engine moves off-branch steps to the front in any case.
         """
         self._unanswered()
 
@@ -141,7 +141,7 @@ class Schedule(Policy):
     question = "schedule"
     answer = "due"
     stays_due: ClassVar[bool] = False
-    """Whether a save that is due stays due, at later steps and times, until a save is made or a failure happens.
+    """Whether a due save stays due, at later steps and times, until a save is made or a failure happens.
 
     The simulator then asks about many steps at once instead of about each.
     """
@@ -157,7 +157,7 @@ P = TypeVar("P", bound=Policy)
 
 
 _offered: dict[str, type[Policy]] = {}
-"""Policies that `register` was given, by the name that their entry point would have."""
+"""Policies given to `register`, by the name that their entry point would have."""
 
 
 def register(policy: type[P]) -> type[P]:
@@ -177,7 +177,7 @@ def register(policy: type[P]) -> type[P]:
 def offer(names: Iterable[str]) -> None:
     """Import modules that `register` policies, given as ``module``, or as ``module:Class`` to register that class.
 
-    This runs their code, so it is for what the user named and never for what a step tells. Raises `Invalid` when one
+    This runs their code, so it is only for names from the user, never for names from a step. Raises `Invalid` when one
     cannot be imported or is no policy, `Conflict` as `register`.
     """
     for name in names:
@@ -274,7 +274,7 @@ def _check(policy: object) -> type[Policy]:
 
 def _answers_at_once(policy: type[Policy]) -> None:
     answer = getattr(policy, policy.answer)
-    # A coroutine or a generator is true, and so would be a yes each time.
+    # A coroutine or a generator is truthy, so it would count as a yes each time.
     if inspect.iscoroutinefunction(answer) or inspect.isasyncgenfunction(answer):
         raise Invalid(
             f"{path_of(policy)}: define {policy.answer}() with `def`, not `async def`: a coroutine is no answer"

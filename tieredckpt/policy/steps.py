@@ -1,7 +1,7 @@
 """The steps of a store as policies see them: by age and by tier, in values that never change.
 
-A changed copy shares nearly all with what it was made from, and a step is described when a policy looks at it: what a
-save costs does not grow with the steps that are held.
+A changed copy shares nearly everything with its original, and the view of a step is made when a policy looks at it: the
+cost of a save does not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK = 512
 """Steps in a block at most."""
 
 _FEW = 64
-"""Steps that are changed one by one at most; for more, all is sorted anew."""
+"""Most steps that are changed one by one; for more, all steps are sorted again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ _age = attrgetter("serial", "step")
 
 
 class ByAge(Sequence[StepView]):
-    """Steps ascending by age. A copy with one change makes one block of it anew, and the tuple of all blocks."""
+    """Steps ascending by age. A copy with one change makes only one block again, and the tuple of all blocks."""
 
     __slots__ = ("_blocks", "_ends")
 
     def __init__(self, blocks: Iterable[tuple[StepView, ...]] = ()) -> None:
         self._blocks = tuple(blocks)
         self._ends: list[int] | None = None
-        """How many steps there are up to the end of each block; None until somebody asks."""
+        """Number of steps up to the end of each block; None until it is needed."""
 
     def changed(self, changes: Mapping[Age, StepView | None]) -> ByAge:
         """A copy with these steps as they are given, and without those that are None."""
@@ -124,7 +124,7 @@ def _block_of(blocks: Sequence[tuple[StepView, ...]], age: Age) -> int:
 
 
 def _place_of(block: tuple[StepView, ...], age: Age) -> tuple[int, bool]:
-    """The place of a step in its block, and whether it is there; looks at the newest first, which changes most."""
+    """The place of a step in its block, and whether it is there; checks the newest step first, which changes most."""
     newest = _age(block[-1]) if block else (-1, -1)
     if newest <= age:
         return len(block) - (newest == age), newest == age
@@ -136,7 +136,7 @@ _NONE = ByAge()
 
 
 class Listing:
-    """All steps of a store, those on each tier, and those that wait for it; their ages and replicas do not count.
+    """All steps of a store, those on each tier, and those that wait for it; without their ages and replicas.
 
     Args:
         names: the tiers, nearest first.
@@ -190,7 +190,7 @@ class Listing:
 
 
 class StepViews(Sequence[StepView]):
-    """Steps as they are at one time, each made when somebody looks at it.
+    """Views of steps at one time, each made when it is looked at.
 
     A policy that looks at the newest of ten thousand steps does not pay for all of them.
 

@@ -52,7 +52,7 @@ class StoreView:
     def on(self, tier: str) -> Sequence[StepView]:
         """The steps that the tier of this name holds, off-branch ones included, ascending by serial.
 
-        Compares equal to a tuple of them; each is made when somebody looks at it.
+        Compares equal to a tuple of them; each view is made when it is looked at.
         """
         if isinstance(self.steps, StepViews):
             return self.steps.on(tier)
@@ -65,14 +65,14 @@ class StoreView:
         return tuple(step for step in self.steps if step.on_line and tier in step.tiers)
 
     def serials_on(self, tier: str) -> frozenset[int]:
-        """The serials of what `on` gives, for less."""
+        """The serials of the steps that `on` gives; cheaper."""
         if isinstance(self.steps, StepViews):
             return self.steps.serials_on(tier)
         return frozenset(step.serial for step in self.steps if tier in step.tiers)
 
     @property
     def newest(self) -> StepView | None:
-        """The newest step that is not off-branch: what a restore would take."""
+        """The newest step that is not off-branch, which a restore would take."""
         return next((step for step in reversed(self.steps) if step.on_line), None)
 
 
