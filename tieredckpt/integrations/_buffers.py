@@ -42,8 +42,9 @@ def _first_ranks(module: torch.nn.Module, *, replicated: bool) -> dict[int, int]
 def _of_first(buffer: torch.Tensor, rank: int) -> Any:
     """This rank's share of a buffer that ``rank`` saves in full.
 
-    It is a shard, for what is `replicated` is divided among ranks that all have it. The others save a shard of no
-    rows, so that a buffer that the first does not have makes no step. Nothing smaller than one number can be saved.
+    It is a shard, since `replicated` would divide the buffer among ranks that all have it. The other ranks save a shard
+    of no rows, so that no step is committed without the buffer of the first rank. A single number cannot be cut into
+    shards.
     """
     if not buffer.ndim:
         return buffer
@@ -57,5 +58,5 @@ def _storage(value: Any) -> int:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its data in others: a DTensor, or a quantized one."""
+    """Whether a tensor keeps its data in inner tensors: a DTensor, or a quantized tensor."""
     return hasattr(tensor, "__tensor_flatten__")

@@ -1,4 +1,4 @@
-"""Copies of the tensors that forward and backward passes of PyTorch change, for saves that run beside these."""
+"""Copies of tensors that PyTorch's forward and backward passes change, for saves that run beside these passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors of a `TrainingState` say that those of a store and of its parts do not."""
+"""Add to errors what only a `TrainingState` knows: the part, and where the arguments came from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["naming", "telling_of_parts"]
 
 @contextmanager
 def naming(name: str, what: str) -> Iterator[None]:
-    """Raise `Invalid`, naming the part, for whatever keeps it from that."""
+    """Raise `Invalid`, naming the part ``name``, for any error while it should do ``what``."""
     try:
         yield
     except TieredCkptError:
@@ -24,7 +24,7 @@ def naming(name: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def telling_of_parts(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Say in an error of ``like`` or ``into``, which the caller did not give, what that is."""
+    """Explain in an error about ``like`` or ``into`` what it is, since the caller did not give it."""
     try:
         yield
     except Invalid as error:

@@ -1,4 +1,4 @@
-"""Hyperparameters in the checkpoints of Lightning: it pickles them, so they may be objects that no store takes."""
+"""Hyperparameters in Lightning's checkpoints: Lightning pickles them, so they may be objects that a store refuses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PARTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters", "hparams_
 
 
 class Hyperparameters:
-    """Leaves out of checkpoints what cannot be stored and no training needs to go on."""
+    """Removes hyperparameters that a store refuses from checkpoints; a training can resume without them."""
 
     def __init__(self) -> None:
         self._left_out: set[str] = set()
-        """Names of those that a warning told."""
+        """Names that a warning has reported."""
 
     def storable(self, store: SyncStore, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """The checkpoint without the hyperparameters that ``store`` refuses; a warning names each once."""

@@ -19,36 +19,37 @@ from tieredckpt import AS_SAVED, Invalid
 __all__ = ["load_module_state", "module_state", "module_targets"]
 
 _WRAPPERS = {DistributedDataParallel: "module", OptimizedModule: "_orig_mod"}
-"""Modules that wrap another one, and the name under which they have it."""
+"""Modules that wrap another one, and the name of the attribute that holds it."""
 
 _UNNAMED = "_checkpoint_wrapped_module."
-"""What the names of modules have for activation checkpointing, and the keys of a state do not."""
+"""Part of module names that activation checkpointing adds; keys of a state do not have it."""
 
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """The tensors themselves, and extra states, by name."""
+    """The state of a module: the tensors themselves, and extra states, by name."""
     prefixes = _prefixes(module)
     return {_bare(key, prefixes): value for key, value in _state(module).items()}
 
 
 def module_targets(module: torch.nn.Module) -> dict[str, Any]:
-    """The same, for `CheckpointStore.restore`: an extra state comes back in the form that it had when it was saved."""
+    """The state of a module as ``like`` or ``into``; an extra state is restored in the form in which it was saved."""
     state = module_state(module)
     return {key: AS_SAVED if key.rpartition(".")[2] == "_extra_state" else value for key, value in state.items()}
 
 
 def load_module_state(name: str, module: torch.nn.Module, stored: Mapping[str, Any]) -> None:
-    """Load a state whose names are those of `module_state`, into the part of a step called ``name``.
+    """Load a state with the names of `module_state` into ``module``, the part called ``name``.
 
-    Layers of bitsandbytes tell how their weights are quantized, and do not take it: they must be quantized in that way.
+    Layers of bitsandbytes save the quantization of their weights but do not load it: they must be quantized in that
+    way.
 
     Raises:
-        Invalid: the module does not take a key, which is named, and has something else under it; or wants one that it
-            does not tell.
+        Invalid: the module does not load a key, which is named, and has another value under it; or it needs a key that
+            is not in its state.
     """
     prefixes = _prefixes(module)
     wrapped = {key: stored[_bare(key, prefixes)] for key in _state(module)}
-    outcome = module.load_state_dict(wrapped, strict=False)  # which a module of its own kind may not tell
+    outcome = module.load_state_dict(wrapped, strict=False)  # a custom module may return nothing
     if missing := getattr(outcome, "missing_keys", ()):
         raise Invalid(
             f"part {name!r}: the module wants {', '.join(map(repr, missing))}, which its own state does not have, and "

@@ -1,4 +1,4 @@
-"""What torch's functions for the state of optimizers leave to their caller."""
+"""Helpers for torch's functions for optimizer states, which leave these cases to their caller."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["kept_on_error", "thawed", "with_groups_of", "without_steps"]
 
 @contextmanager
 def without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep torch from giving an optimizer that has no state yet one, by a step that the training did not make."""
+    """Stop torch from initializing the state of an optimizer by a step that the training did not make."""
     own = vars(optimizer).get("step")
     optimizer.step = lambda closure=None: None
     try:
         yield
     finally:
         del optimizer.step
-        if own is not None:  # a scheduler's
+        if own is not None:  # set by a scheduler
             optimizer.step = own
 
 
 @contextmanager
 def kept_on_error(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Give the optimizers the state back that they had, if the block fails."""
+    """Restore the former state of the optimizers if the block fails."""
     before = [(optimizer, dict(optimizer.state)) for optimizer in optimizers]
     try:
         yield
@@ -44,8 +44,10 @@ def kept_on_error(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]
 def thawed(
     optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], stored: Collection[str]
 ) -> Iterator[None]:
-    """Set ``requires_grad`` meanwhile of the parameters that have a state in a step: torch makes none for those that
-    are frozen, and takes none for them. ``groups`` are those of the optimizer, with the names of its parameters.
+    """Set ``requires_grad``, during the block, of the parameters that have a state in a step.
+
+    torch neither makes nor loads a state for frozen parameters. ``groups`` are the optimizer's, with the names of its
+    parameters.
 
     An optimizer that lacks the state of one of them loses that of all, and torch makes all.
     """
@@ -69,8 +71,8 @@ def thawed(
 def with_groups_of(name: str, live: Sequence[Mapping[str, Any]], stored: Mapping[str, Any]) -> dict[str, Any]:
     """The ``stored`` state of the optimizer called ``name``, with its groups in the order of the optimizer's own.
 
-    torch takes groups by their places where no parameter has a state, and else gives a group that it finds no settings
-    for none, and one that it finds several for the last.
+    torch matches groups by position if no parameter has a state. Otherwise a group without stored settings gets none,
+    and a group with several gets the last.
 
     Raises:
         Invalid: the parameters are in other groups than those that were saved; one is named.

@@ -1,4 +1,4 @@
-"""The folders ``checkpoint-N`` of Hugging Face's Trainer: which save of which store each of them means."""
+"""The folders ``checkpoint-N`` of Hugging Face's Trainer: find the store and the save that each of them names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["folders_of", "mean_save", "save_meant", "store_meant"]
 
 _FILE = "tieredckpt.json"
-"""In a folder of a checkpoint: which step of the store it is."""
+"""The file in a checkpoint folder that names the step of the store."""
 
 
 def folders_of(run: Path) -> dict[int, Path]:
@@ -21,7 +21,7 @@ def folders_of(run: Path) -> dict[int, Path]:
 
 
 def save_meant(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Step and serial that a folder means; None for one of another Trainer."""
+    """Step and serial that a folder names; None for a folder of another Trainer."""
     try:
         return int(_said(folder)["step"]), int(_said(folder)["serial"])
     except (ValueError, KeyError, TypeError):
@@ -29,12 +29,12 @@ def save_meant(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 
 def store_meant(folder: str | os.PathLike[str]) -> Any:
-    """The identity of the store that a folder means; None for one that does not say it."""
+    """The identity of the store that a folder names; None if it names none."""
     return _said(folder).get("store")
 
 
 def mean_save(folder: Path, step: int, serial: int, store: str | None) -> None:
-    """Make a folder that means a save; of a store that cannot be told now, None."""
+    """Make a folder that names a save; ``store`` is None if the identity is not known now."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trainer_state.json").unlink(missing_ok=True)  # of an earlier save
     unfinished = folder / f"{_FILE}.tmp"

@@ -23,9 +23,9 @@ __all__ = ["load_state", "save_state"]
 
 
 def save_state(accelerator: Any, store: SyncStore, step: int, **options: Any) -> SyncCheckpoint:
-    """Save what ``accelerator.save_state`` saves: all that was prepared or registered, and random numbers.
+    """Save everything that ``accelerator.save_state`` saves: prepared and registered objects, and random number states.
 
-    A call of all processes, which are the ranks of the store; DDP and FSDP2 included.
+    All processes, which are the ranks of the store, call it; also with DDP and FSDP2.
 
     Args:
         accelerator: its data loaders are saved where it was made with ``use_stateful_dataloader``; of others, the
@@ -42,7 +42,7 @@ def save_state(accelerator: Any, store: SyncStore, step: int, **options: Any) ->
 def load_state(
     accelerator: Any, store: SyncStore, step: int | None = None, *, resume: bool | None = True
 ) -> int | None:
-    """Load a step, the newest without one, into what is prepared and registered by now; on any number of processes.
+    """Load a step, by default the newest, into the prepared and registered objects; on any number of processes.
 
     On another number of processes than saved it, seeds and epochs of seedable samplers are those of the first process;
     positions in the data and random numbers stay as they are.
@@ -71,13 +71,13 @@ def load_state(
 
 
 class _Replicas(TrainingState):
-    """Of DDP, whose wrappers the Accelerator gives away."""
+    """A state of DDP, whose wrappers the Accelerator removes."""
 
     _replicated = True
 
 
 class _Position:
-    """Position of a data loader: the state that the Accelerator keeps of it, a batch behind the loader's own."""
+    """Position of a data loader: the state that the Accelerator keeps, one batch behind the loader's own."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -87,17 +87,17 @@ class _Position:
 
     def load_state_dict(self, state: Any) -> None:
         self._loader.load_state_dict(state)
-        self._loader.base_dataloader.state_dict()  # makes its iterator now, and not after the random numbers are set
+        self._loader.base_dataloader.state_dict()  # makes its iterator before the random numbers are set
 
 
 class _OfFirst:
-    """A registered object: of all processes the first one's is saved, as the Accelerator does, and all shards."""
+    """A registered object: saves the state of the first process, as the Accelerator does, and the shards of all."""
 
     def __init__(self, custom: Any, *, first: bool) -> None:
         self._custom, self._first = custom, first
 
     def state_dict(self) -> Any:
-        state = self._custom.state_dict()  # of all processes, which may have to compute it together
+        state = self._custom.state_dict()  # on all processes, which may have to compute it together
         return state if self._first or not isinstance(state, Mapping) else _shards(state)
 
     def load_state_dict(self, state: Any) -> None:
@@ -105,14 +105,14 @@ class _OfFirst:
 
 
 def _shards(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What a process has its part of; a step has the rest from the process that saves it."""
+    """The sharded values of a state; the first process saves the rest."""
     nested = {key: _shards(value) for key, value in state.items() if isinstance(value, Mapping)}
     shards = {key: value for key, value in state.items() if hasattr(value, "to_local") or isinstance(value, Shard)}
     return shards | {key: value for key, value in nested.items() if value}
 
 
 def _refuse(accelerator: Any) -> None:
-    """Raise `Invalid` for engines that keep the state of model and optimizer to themselves."""
+    """Raise `Invalid` for engines that do not give access to the state of model and optimizer."""
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
         kind == DistributedType.FSDP and not getattr(accelerator.state, "is_fsdp2", False)
@@ -127,7 +127,7 @@ def _state_of(accelerator: Any) -> TrainingState:
     _refuse(accelerator)
     parts: dict[str, Any] = {"step": accelerator.step}
     parts["epochs"] = [getattr(loader, "iteration", 0) for loader in accelerator._dataloaders]
-    # Of every process: with device-specific seeds they differ. Other numbers of processes take those of the first.
+    # Of every process, since device-specific seeds differ. Another number of processes takes the seeds of the first.
     parts["samplers"] = gather_object([[(each.initial_seed, each.epoch) for each in _samplers(accelerator)]])
     loaders = [each for each in accelerator._dataloaders if getattr(each, "use_stateful_dataloader", False)]
     parts |= _models(accelerator)
@@ -145,7 +145,7 @@ def _state_of(accelerator: Any) -> TrainingState:
 
 
 def _models(accelerator: Any) -> dict[str, torch.nn.Module]:
-    """The models by the names of their parts; all of them are one if an optimizer has parameters of several."""
+    """The models by part name; one part with all models if an optimizer has parameters of several."""
     models = {f"model_{i}": model for i, model in enumerate(accelerator._models)}
     sets = [set(model.parameters()) for model in models.values()]
     for optimizer in accelerator._optimizers:

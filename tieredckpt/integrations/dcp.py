@@ -65,7 +65,7 @@ _log = logging.getLogger("tieredckpt")
 
 
 class _OneStep:
-    """What writer and reader of one step have alike: it has no other name, and its plans stay as they are."""
+    """Base of writer and reader of one step: it has no checkpoint id, and plans are not changed."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -83,13 +83,13 @@ class _OneStep:
         return plans
 
 
-# The runtime takes nobody for a stager who does not inherit from it.
+# torch only accepts a stager that inherits from `AsyncStager`.
 class TieredWriter(_OneStep, StorageWriter, AsyncStager):
-    """Saves one step, for `dcp.save` and `dcp.async_save`; a call of all ranks of the store.
+    """Saves one step, for `dcp.save` and `dcp.async_save`, which all ranks of the store call.
 
     The state is copied once, into RAM: by `dcp.async_save` before it returns. `dcp.save` returns when the ranks have
-    their parts there; what keeps the step from that is a warning and an event, and the training goes on. The future of
-    `dcp.async_save` is done when the step is durable, or raises what keeps it from that.
+    their parts there; a failure is a warning and an event, and the training goes on. The future of `dcp.async_save` is
+    done when the step is durable, or raises the error that prevents it.
 
     Args:
         store: open; the ranks of the process group are its ranks.
@@ -127,7 +127,7 @@ class TieredWriter(_OneStep, StorageWriter, AsyncStager):
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy the state into RAM. What goes wrong is told to all ranks, by `write_data`."""
+        """Copy the state into RAM. `write_data` reports errors to all ranks."""
         self._staged = True
         self._save(*flatten_state_dict(state_dict))
         return state_dict
@@ -152,7 +152,7 @@ class TieredWriter(_OneStep, StorageWriter, AsyncStager):
         return _done([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Wait until the step is where it should be; on rank 0, which tells the others."""
+        """Wait until the step is on its tier; runs on rank 0, which tells the others."""
         if not isinstance(self._saved, SyncCheckpoint):  # which was told
             return
         if self._staged or self._reached is not None:
@@ -177,11 +177,11 @@ class TieredWriter(_OneStep, StorageWriter, AsyncStager):
 
 
 class TieredReader(_OneStep, StorageReader):
-    """Loads one step, for `dcp.load`; a call of all ranks of the store, whatever number of them saved the step.
+    """Loads one step, for `dcp.load`, which all ranks of the store call; any number of ranks may have saved the step.
 
-    Tensors are read where they are wanted, by each rank its own parts; each chunk is verified. Tensors of the CPU that
-    are contiguous, and of the dtype that was saved, are filled in place. What is no tensor comes as from
-    `SyncStore.restore` without ``like``: the member of an enum as its value.
+    Each rank reads its own parts of tensors; each chunk is verified. Contiguous CPU tensors of the saved dtype are
+    filled in place. Other values are restored as by `SyncStore.restore` without ``like``: the member of an enum as its
+    value.
 
     Args:
         store: open; the ranks of the process group are its ranks.
@@ -224,7 +224,7 @@ class TieredReader(_OneStep, StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None: ...
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Restore what the plan asks for, all of it in one call of the store."""
+        """Restore everything in the plan, in one call of the store."""
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         targets = {id(item): planner.resolve_tensor(item).detach() for item in tensors}
@@ -256,7 +256,7 @@ class TieredReader(_OneStep, StorageReader):
         for item in objects:
             value = _at(into, self._paths[item.storage_index.fqn])
             value = _mapped(value, lambda leaf: leaf[()] if id(leaf) in scalars else leaf, np.ndarray)
-            # The planner unpickles what is pickled here, of values that were read without a pickle.
+            # The planner unpickles these bytes, which are pickled here from values that were read without a pickle.
             data = io.BytesIO()
             torch.save(value, data)
             data.seek(0)
@@ -285,7 +285,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _torch_dtype(spec: ArraySpec) -> torch.dtype | None:
-    """The torch dtype of an array that was a tensor; None for other arrays, which DCP takes for objects."""
+    """The torch dtype of a stored tensor; None for other arrays, which DCP treats as objects."""
     dtype = getattr(torch, spec.dtype.name, None) if spec.kind == "torch" else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -305,7 +305,7 @@ def _buffer(spec: ArraySpec, item: ReadItem, target: torch.Tensor) -> torch.Tens
 
 
 def _mapped(tree: Any, change: Callable[[Any], object], kind: type = ArraySpec) -> Any:
-    """``tree`` with what ``change`` makes of every leaf of a kind."""
+    """``tree`` with ``change`` applied to every leaf of a kind."""
     return optree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, kind) else leaf, tree, none_is_leaf=True)
 
 

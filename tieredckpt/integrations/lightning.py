@@ -5,8 +5,8 @@
     trainer = Trainer(plugins=[TieredCheckpointIO("ckpt.toml")], callbacks=[RandomState(), ModelCheckpoint(...)])
     trainer.fit(model, ckpt_path="last")
 
-At each path that Lightning names lies a small file that says which step of the store is meant, so that "last", "best"
-and the versions of names work as ever.
+At each path that Lightning uses lies a small file that names a step of the store, so that "last", "best" and versioned
+names work as usual.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tieredckpt.integrations.named_steps import PATHS, NamedSteps, check_local, 
 __all__ = ["RandomState", "TieredCheckpointIO", "TieredModelParallelStrategy"]
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | StoreConfig | SyncStore
-"""Everything that `CheckpointStore.open` takes, or a store that is open."""
+"""Any argument of `CheckpointStore.open`, or an open store."""
 
 _log = logging.getLogger("tieredckpt")
 _INTEGERS = {"python": 1, "numpy": 1}
@@ -53,14 +53,14 @@ _INTEGERS = {"python": 1, "numpy": 1}
 
 
 class TieredCheckpointIO(CheckpointIO):
-    """Saves what rank 0 has: the checkpoints of one process, or of DDP.
+    """Saves the checkpoint of rank 0: for one process, or for DDP.
 
-    The call that saves returns when the checkpoint is in RAM. What Lightning removes is deleted from the store; so that
-    nothing else is, let the store keep all steps (``retain = "all"``, as it is where ``source`` is a folder).
+    A save returns when the checkpoint is in RAM. Checkpoints that Lightning removes are deleted from the store. Let the
+    store keep all other steps (``retain = "all"``, the default if ``source`` is a folder).
 
     Args:
-        source: a ``.toml`` file, a `StoreConfig` or its dict, a folder, or an open store of this process alone. What
-            is opened here is opened at the first use, and closed when the process ends.
+        source: a ``.toml`` file, a `StoreConfig` or its dict, a folder, or an open store of this process alone. A store
+            that is opened here is opened at its first use, and closed when the process ends.
     """
 
     def __init__(self, source: Source) -> None:
@@ -119,7 +119,7 @@ class TieredCheckpointIO(CheckpointIO):
         return data
 
     def teardown(self) -> None:
-        """At the end of each fit: wait until every tier that works has what is due on it."""
+        """At the end of each fit: wait until every working tier has the steps that are due on it."""
         if self._steps is not None:
             self._steps.flush()
 
@@ -147,7 +147,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        self._opened()  # what keeps it from that is told now, and not at the first save
+        self._opened()  # an error is raised now
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
@@ -168,7 +168,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
             super().remove_checkpoint(path)
         checkpoint = self._hyperparameters.storable(steps.store, checkpoint)
         names = frozenset(checkpoint)
-        if not self.is_global_zero:  # of what is no shard, one rank's is saved
+        if not self.is_global_zero:  # values that are not sharded are saved by one rank
             checkpoint = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
         steps.save(step, checkpoint, path, rank=self.global_rank, names=names)
 
@@ -206,7 +206,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
             super().remove_checkpoint(filepath)
 
     def teardown(self) -> None:
-        """At the end of each fit, while the ranks can speak to each other; what was opened here is closed."""
+        """At the end of each fit, while the ranks can communicate: flush the store, or close it if opened here."""
         steps, self._steps = self._steps, None
         if steps is not None and isinstance(self._source, SyncStore):
             steps.flush()
@@ -218,7 +218,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
 class RandomState(Callback):
     """Stores the random states of PyTorch, NumPy and Python of every rank in each checkpoint; Lightning does not.
 
-    A training that resumes then draws what the one that was killed would have drawn.
+    So a resumed training draws the same random numbers as the one that was killed.
     """
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class RandomState(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         mine = _collect_rng_states()
-        # Of hundreds of integers each: as tensors they are one leaf, and what torch.load reads as weights only.
+        # They are hundreds of integers each: as a tensor they are one leaf, which torch.load reads as weights only.
         for name, at in _INTEGERS.items():
             if name in mine:
                 state = list(mine[name])
@@ -244,12 +244,12 @@ class RandomState(Callback):
             _log.warning("the checkpoint has no random state of rank %d, which keeps its own", rank_zero_only.rank)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set them for an epoch that begins: next its loader is asked for an iterator, which draws."""
+        """Set the states for an epoch that begins: the next call asks its loader for an iterator, which draws."""
         if self._loaded is not None:
             self._set(self._loaded)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """In the middle of an epoch there was an iterator already; next the first batch is fetched."""
+        """Set the states in the middle of an epoch, whose iterator exists: the next call fetches the first batch."""
         if self._loaded is not None and trainer.fit_loop.restarted_mid_epoch:
             self._set(self._loaded)
         self._loaded = None
@@ -262,7 +262,7 @@ class RandomState(Callback):
 
 
 def _checked(source: Source) -> Source:
-    """``source``, unless it is a configuration that no store can be opened with; raises what opening it would."""
+    """Check that a store can be opened with ``source``, and return it; raises as opening the store would."""
     if isinstance(source, SyncStore):
         return source
     config = load(source)
@@ -287,7 +287,7 @@ def _open(source: Source, **options: Any) -> SyncStore:
 
 
 def _step_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> int:
-    """The step of a checkpoint: Trainer's is in it; with Fabric the user says it there, or in the name of the file."""
+    """The step of a checkpoint: the Trainer stores it; with Fabric it is in the state, or in the file name."""
     for key in ("global_step", "step"):
         if isinstance(checkpoint.get(key), int):
             return int(checkpoint[key])
@@ -298,7 +298,7 @@ def _step_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> int
 
 
 def _grouped(store: SyncStore, step: int, live: Sequence[Any]) -> list[dict[str, Any]]:
-    """The groups that a step has for each optimizer, in the order of the ``live`` ones; `Invalid` where they differ."""
+    """The stored groups of each optimizer, in the order of the ``live`` ones; raises `Invalid` if they differ."""
     restored = store.restore(step, keys=["optimizer_states/*/param_groups/**"], as_="saved", resume=False)
     assert restored is not None
     each = enumerate(zip(live, restored.tree["optimizer_states"], strict=False))

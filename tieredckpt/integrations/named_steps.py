@@ -1,4 +1,4 @@
-"""Steps that small files name: for frameworks that find, count and remove their checkpoints by paths."""
+"""Steps named by small files, for frameworks that find, count and remove their checkpoints by paths."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _log = logging.getLogger("tieredckpt")
 _STEP = "tieredckpt"
 """Prefix of the files that name a step."""
 _LARGEST = 1 << 20
-"""Bytes of such a file at most."""
+"""Most bytes of such a file."""
 _LAST_BEFORE_THE_END = re.compile(r"hpc_ckpt_\d+\.ckpt")
-"""Name of the checkpoint that Lightning saves when Slurm warns that the job ends, to go on from in the next one."""
+"""Name of the checkpoint that Lightning saves when Slurm warns that the job ends, to resume from in the next one."""
 PATHS = "named_at"
 """The key in the tree of a step that is not the framework's: the paths at which it is named."""
 
@@ -39,7 +39,7 @@ class Meant(NamedTuple):
     only: tuple[str, ...] | None
     """The parts of the step that were saved under this path; None for all."""
     paths: tuple[str, ...]
-    """At which the save is named."""
+    """The paths at which the save is named."""
 
 
 @dataclass
@@ -59,8 +59,7 @@ class NamedSteps:
         self.store = store
         self._saved: dict[int, _Saved] = {}
         self._removed: dict[tuple[int, int], set[str]] = {}
-        """Steps, with their serials, of which a name was removed, and that the store has not deleted yet; with the
-        paths at which each was named too."""
+        """Steps, with their serials, that lost a name and that the store has yet to delete; with their other paths."""
 
     def save(
         self,
@@ -70,11 +69,11 @@ class NamedSteps:
         rank: int | None = None,
         names: frozenset[str] | None = None,
     ) -> bool:
-        """Save a step and name it at ``path``; what keeps the store from it is a warning: the training goes on.
+        """Save a step and name it at ``path``; a failure of the store is only a warning, and the training goes on.
 
-        Lightning saves one step under several paths. The last save counts for all that have no more than it; one of
-        fewer parts, such as weights only, becomes a name for these parts of the save before. One of as many or more
-        replaces it, if the tensors that both have are the same: the other paths mean them as they were.
+        Lightning saves one step under several paths. A save with fewer parts than the one before, such as weights only,
+        becomes a name for these parts of it. A save with as many parts or more replaces the one before if the tensors
+        of both are equal, since the other paths then name the same values.
 
         Args:
             step, checkpoint, path: of Lightning.
@@ -82,8 +81,8 @@ class NamedSteps:
             names: of the parts of the checkpoint, if this rank does not have all of them.
 
         Returns:
-            False for a checkpoint that is neither more nor a part of what was saved as this step, by this fit or an
-            earlier one, or has other tensors in a part: it is not saved. Of several ranks, `is_of_an_earlier_fit` tells
+            False if the checkpoint was not saved: it neither extends the save of this step (by this fit or an earlier
+            one) nor is a part of it, or it has other tensors in a part. With several ranks, ask `is_of_an_earlier_fit`
             before.
         """
         names = frozenset(checkpoint) if names is None else names
@@ -127,14 +126,14 @@ class NamedSteps:
         )
 
     def _before(self, step: int) -> _Saved | None:
-        """The save of a step by this fit or, without what does not name it any more, by an earlier one."""
+        """The save of a step by this fit or an earlier one, without files that do not name it any more."""
         if not self.is_of_an_earlier_fit(step):
             return self._saved.get(step)
         try:
             found = self.store.restore(step, as_="specs", resume=False)
             serial, named = self._named(step)
         except TieredCkptError:
-            return _Saved(0, frozenset(), {})  # of which nothing is known
+            return _Saved(0, frozenset(), {})  # nothing is known of it
         names = frozenset(() if found is None else found.tree) - {PATHS}
         paths = {path: names if meant.only is None else frozenset(meant.only) for path, meant in named.items()}
         return _Saved(serial, names, paths)
@@ -182,8 +181,9 @@ class NamedSteps:
         self._delete()
 
     def there(self, path: str | os.PathLike[str], meant: Meant) -> Meant:
-        """``meant``, or what ``path`` named last before it, if the store has lost that save: with its node, before a
-        slower tier had it. Of several ranks, one asks.
+        """``meant``, or the save that ``path`` named before it, if the store has lost ``meant``.
+
+        A store loses a save with its node, before a slower tier has it. With several ranks, one calls this.
         """
         held = {(info.step, info.serial): info for info in self.store.steps() if info.tiers}
         if meant[:2] in held or not all(tier.healthy for tier in self.store.tier_infos()):
@@ -201,7 +201,7 @@ class NamedSteps:
         return meant
 
     def look_up(self, path: str | os.PathLike[str], meant: Meant) -> dict[str, Any]:
-        """The parts that ``path`` names of its step, with specs in place of their arrays; a call of all ranks.
+        """The parts of its step that ``path`` names, with specs in place of arrays; all ranks call it.
 
         Raises `NotFound` where the store has another save of that number, or none.
         """
@@ -218,8 +218,9 @@ class NamedSteps:
         return {name: part for name, part in found.tree.items() if meant.only is None or name in meant.only}
 
     def remove(self, path: str | os.PathLike[str]) -> bool:
-        """Forget ``path``, and delete its step, unless another path names it, as soon as the store permits it; False
-        for a path that names none.
+        """Remove ``path``, and delete its step as soon as the store permits it, unless another path names the step.
+
+        Returns False for a path that names no step.
         """
         meant = meant_by(path)
         if meant is None:
@@ -238,7 +239,7 @@ class NamedSteps:
         self._saved.clear()
 
     def _delete(self) -> None:
-        """Delete the removed steps that the store can do without by now: those that are followed by one as safe."""
+        """Delete the removed steps that the store can do without by now: a later step is as safe."""
         for (step, serial), paths in sorted(self._removed.items()):
             try:
                 there, named = self._named(step, paths)
@@ -253,7 +254,7 @@ class NamedSteps:
 
 
 def _equal(stored: Any, live: Any) -> bool:
-    """Whether the tensors in ``live`` are those in ``stored``, which has arrays in their place."""
+    """Whether the tensors in ``live`` equal those in ``stored``, which has arrays in their place."""
     if isinstance(live, Mapping):
         return isinstance(stored, Mapping) and all(key in stored and _equal(stored[key], live[key]) for key in live)
     if isinstance(live, list | tuple):
@@ -278,7 +279,7 @@ def check_local(path: str | os.PathLike[str]) -> None:
 
 def _name(path: str, meant: Meant) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(f"{path}.tmp")  # by one process, which writes over what one that was killed has left
+    unfinished = Path(f"{path}.tmp")  # by one process, which overwrites the rest of a killed one
     unfinished.write_text(json.dumps({_STEP: meant._asdict()}) + "\n")
     unfinished.replace(path)
 
@@ -292,7 +293,7 @@ def meant_by(path: str | os.PathLike[str]) -> Meant | None:
 
 
 def _meant_for_sure(path: str | os.PathLike[str]) -> Meant | None:
-    """As `meant_by`, for who deletes what nothing names. Raises `TierUnavailable` where the file cannot be read."""
+    """As `meant_by`, for code that deletes unnamed steps. Raises `TierUnavailable` where the file cannot be read."""
     try:
         with open(path, "rb") as file:
             content = file.read(_LARGEST)

@@ -1,4 +1,4 @@
-"""`TrainingState`: all that a PyTorch training must save to go on bit for bit, saved and restored in the right order.
+"""`TrainingState`: saves and restores, in the right order, all that a PyTorch training needs to resume bit for bit.
 
 ::
 
@@ -46,7 +46,7 @@ _ABOUT, _RANKS, _RNG = "about", "ranks", "rng"
 class TrainingState:
     """The parts of a training, by the names under which a step has them.
 
-    Parts are modules, optimizers, what has ``state_dict`` and ``load_state_dict`` (schedulers, scalers, torchdata's
+    Parts are modules, optimizers, objects with ``state_dict`` and ``load_state_dict`` (schedulers, scalers, torchdata's
     ``StatefulDataLoader``), and plain values, which ``state["name"]`` reads and sets. Names of parameters are those of
     the model itself, without the wrapping of ``torch.compile`` and of DistributedDataParallel; FSDP2, tensor parallel
     and DDP are saved and restored by all ranks, on any number of them. Of the buffers of DDP, such as the running
@@ -65,7 +65,7 @@ class TrainingState:
     """
 
     _replicated = False
-    """Whether the modules are replicas on all ranks, though the wrappers of DDP that tell it are not among them."""
+    """Whether the modules are replicas on all ranks, though no wrapper of DDP shows it."""
 
     def __init__(self, *, rng: bool = True, per_rank: Sequence[str] = (), **parts: Any) -> None:
         for name, part in parts.items():
@@ -128,10 +128,11 @@ class TrainingState:
     def save(self, store: SyncStore | CheckpointStore, step: int, **options: Any) -> Any:
         """Save a step; of a `CheckpointStore`, await it. Arguments and errors are those of `CheckpointStore.save`.
 
-        With ``capture="lazy"`` the next step of any optimizer waits until weights and optimizer states are copied; what
-        forward and backward passes change, such as the statistics of BatchNorm, is copied before this returns.
+        With ``capture="lazy"`` the next step of any optimizer waits until weights and optimizer states are copied;
+        tensors that forward and backward passes change, such as the statistics of BatchNorm, are copied before this
+        returns.
 
-        Raises `Invalid`, naming the part, for one whose state cannot be had.
+        Raises `Invalid`, naming the part, if a part does not give its state.
         """
         tree = self.tree()
         if options.get("capture") == "lazy":
@@ -150,7 +151,7 @@ class TrainingState:
     def restore(
         self, store: SyncStore | CheckpointStore, step: int | None = None, *, resume: bool | None = None
     ) -> Any:
-        """Restore a step, the newest without one, into the parts; of a `CheckpointStore`, await it.
+        """Restore a step, by default the newest, into the parts; of a `CheckpointStore`, await it.
 
         Tensors on the CPU and on CUDA devices are filled in place. The iterator of a data loader is made before the
         random number generators are set, and is the one that the next ``for`` over the loader takes.
@@ -160,7 +161,7 @@ class TrainingState:
 
         Raises:
             Invalid: the parts do not fit the step, or a part refuses its state; keys and part are named.
-            NotFound: there is no such step, or it was saved by something else than a `TrainingState`.
+            NotFound: there is no such step, or it was not saved by a `TrainingState`.
         """
         work = self._restoring(step, resume)
         if isinstance(store, CheckpointStore):
@@ -176,7 +177,7 @@ class TrainingState:
             return done.value
 
     def _restoring(self, step: int | None, resume: bool | None) -> Generator[dict[str, Any], Any, int | None]:
-        """The arguments of two restores; is sent what each restored, and returns the number of the step."""
+        """Yield the arguments of two restores; receives each result, and returns the number of the step."""
         head = yield {"step": step, "as_": "specs", "resume": False}
         if head is None:
             return None
@@ -218,7 +219,7 @@ class TrainingState:
         return int(found.step)
 
     def _check_parts_of_rank(self, step: int, rank: int, stored: Mapping[str, Any]) -> None:
-        """Raise `Invalid`, with the keys, unless the step has the parts that this rank has of its own, and no other."""
+        """Raise `Invalid`, with the keys, unless the step has exactly the parts that belong to this rank."""
         wrong = [f"missing from the step: '{_RANKS}/{rank}/{name}'" for name in self._of_rank if name not in stored]
         extra = set(stored) - {*self._of_rank, _RNG}
         wrong += [f"only in the step: '{_RANKS}/{rank}/{name}'" for name in sorted(extra)]
@@ -237,14 +238,14 @@ class TrainingState:
             with naming(name, "tell its state"):
                 live[name] = module_targets(self._parts[name])
         for name in self._names(torch.optim.Optimizer):
-            # What there is to be known of a group may change from one version, or one setting, to the next.
+            # The settings of a group may change from one version, or one setting, to the next.
             live[name] = {"state": self._states(name, state_of.get(name, {})), "param_groups": AS_SAVED}
         return live
 
     def _states(self, name: str, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Targets in the state of an optimizer, by parameter; `AS_SAVED` for what it cannot be given beforehand."""
+        """Targets in the state of an optimizer, by parameter; `AS_SAVED` if a state cannot be made beforehand."""
         part = self._parts[name]
-        # torch makes the state of an optimizer that has none yet only where there are no gradients.
+        # torch initializes the state of an optimizer only if there are no gradients.
         part.zero_grad(set_to_none=True)
         owner, settings = self._owner(name), [dict(group) for group in part.param_groups]
         try:
@@ -254,7 +255,7 @@ class TrainingState:
                 made = get_optimizer_state_dict(owner, part)["state"]
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of its step: it needs the closure of the training, or other gradients than zeros
+        except Exception as error:  # raised by its step, which needs the training's closure, or gradients besides zeros
             _log.debug("part %r: its state comes as it was saved: %s", name, error)
             for group, before in zip(part.param_groups, settings, strict=True):
                 group.update(before)
@@ -309,7 +310,7 @@ class TrainingState:
             elif isinstance(part, torch.optim.Optimizer):
                 groups = self._stored(name)["param_groups"]
                 stored = with_groups_of(name, groups, stored)
-                # Which parameters have a state is what the step says, and was matched when it was restored.
+                # The step says which parameters have a state; that was matched in the restore.
                 options = StateDictOptions(strict=False)
                 with thawed(part, groups, stored["state"]), without_steps(part):
                     set_optimizer_state_dict(self._owner(name), part, optim_state_dict=stored, options=options)
@@ -333,14 +334,14 @@ async def _restored(store: CheckpointStore, work: Generator[dict[str, Any], Any,
 
 
 def _rank() -> tuple[int, int]:
-    """This process among those that train, and how many these are."""
+    """Rank of this process, and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def _grows(state: Any) -> bool:
-    """Whether the state of a parameter may have another form after each step, as the history of LBFGS."""
+    """Whether the state of a parameter may change its form with each step, such as the history of LBFGS."""
     return isinstance(state, Mapping) and any(isinstance(value, list | tuple) for value in state.values())
 
 

@@ -6,9 +6,9 @@
     manager.save("step_1000", {"model": model.state_dict(), "step": 1000})
     manager.load("step_1000", into={"model": model.state_dict()})
 
-It takes the place of the manager, not of the `Storage` behind it. That one is given files that ``torch.save`` pickled,
-and they are unpickled as code when they are read; of several ranks, only that of rank 0 is told that a checkpoint is
-complete; and it works in a process that dies with the training.
+It replaces the manager, not the `Storage` behind it. A `Storage` gets files that ``torch.save`` pickled, and reading
+unpickles them as code; only the one of rank 0 learns that a checkpoint is complete; and it works in a process that dies
+with the training.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class TieredCheckpointManager:
     """Saves and loads ``{name: value}``, as ``torch_checkpointing.CheckpointManager`` does.
 
     The last number in a checkpoint's id is its step: ``"/ckpt/step_1000"`` is step 1000. DTensors are saved by all
-    ranks and loaded on any number of them, without a resharder. Other values must be the same on all ranks, but for
-    those that ``per_rank`` names.
+    ranks and loaded on any number of them, without a resharder. Other values must be the same on all ranks, except
+    those named in ``per_rank``.
 
     Args:
-        source: what `CheckpointStore.open` takes, or a store that is open.
+        source: any argument of `CheckpointStore.open`, or an open store.
         per_rank: names of items that every rank has of its own, such as a data loader's state. A rank loads what the
             rank of the same number saved.
     """
@@ -66,15 +66,15 @@ class TieredCheckpointManager:
     ) -> None:
         self._opened = not isinstance(source, SyncStore)
         self.store = source if isinstance(source, SyncStore) else CheckpointStore.open_sync(source)
-        """The store: ``store.latest_step()`` is what to load after a restart."""
+        """The store: ``store.latest_step()`` is the step to load after a restart."""
         self._per_rank = per_rank
         self._last: Future[None] | None = None
 
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Future[None]:
         """Copy the state into RAM; afterwards it may be changed.
 
-        Returns a future that is done when the step is on the nearest tier that outlives the process, or raises what
-        keeps it from that. The training goes on in either case.
+        Returns a future that is done when the step is on the nearest tier that outlives the process, or raises the
+        error that prevents it. The training goes on in either case.
 
         Raises:
             Invalid: a value cannot be stored, which is named, or the id has no number.
@@ -102,10 +102,10 @@ class TieredCheckpointManager:
         strict: bool = False,
         metadata_format: Any = None,
     ) -> Mapping[str, Any]:
-        """Load a step: what ``into`` has of it, in its tensors, lists and dicts; everything without it.
+        """Load a step: the values in ``into``, into its tensors, lists and dicts; without ``into``, everything.
 
-        A value None in ``into`` is loaded as it was saved, tensors to ``map_location``. What the step lacks stays as it
-        is, with a warning; with ``strict`` it is an error. The next save continues the loaded step.
+        A value None in ``into`` is loaded as it was saved, tensors to ``map_location``. A value that the step lacks
+        stays as it is, with a warning; with ``strict`` that is an error. The next save continues the loaded step.
 
         Raises:
             NotFound: there is no such step, or ``strict`` and something is missing.
@@ -121,7 +121,7 @@ class TieredCheckpointManager:
             raise NotFound(f"the store has no step {step}; store.latest_step() tells the newest")
         missing: list[str] = []
         wanted = AS_SAVED if into is None else _wanted(specs.tree, self._tree(into), "", missing)
-        found = self.store.restore(step, like=wanted, resume=True)  # also where this rank raises: others wait for it
+        found = self.store.restore(step, like=wanted, resume=True)  # also if this rank raises: others wait for it
         assert found is not None
         if missing and strict:
             raise NotFound(f"step {step} lacks {', '.join(missing)}")
@@ -139,11 +139,11 @@ class TieredCheckpointManager:
         }
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take memory for saves of such state, so that the first one waits for none."""
+        """Reserve memory for saves of such a state, so that the first save does not wait for it."""
         self.store.prepare(self._tree(checkpoint))
 
     def lock(self) -> AbstractContextManager[None]:
-        """Returns at once: the state is copied when `save` returns."""
+        """Does nothing: the state is copied when `save` returns."""
         return nullcontext()
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ def _wanted(stored: Any, target: Any, path: str, missing: list[str]) -> Any:
 
 
 def _filled(target: Any, value: Any, device: Any) -> Any:
-    """``target`` with what is in ``value``, in place where it can be changed."""
+    """``target`` with the values of ``value``, filled in place where possible."""
     if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
         with torch.no_grad():
             return target.copy_(value)

@@ -5,8 +5,8 @@
     trainer = TieredTrainer(model, args, train_dataset=data, store=store)
     trainer.train(resume_from_checkpoint=True)
 
-The folders ``checkpoint-N`` stay, with ``trainer_state.json`` and a small file that says which step of the store is
-meant: by them the Trainer finds, counts and removes its checkpoints.
+The folders ``checkpoint-N`` stay, with ``trainer_state.json`` and a small file that names a step of the store: by them
+the Trainer finds, counts and removes its checkpoints.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ else:
 class TieredTrainerMixin(_Base):
     """Saves the checkpoints of a Trainer to a store: ``class MyTrainer(TieredTrainerMixin, Trainer)``.
 
-    A checkpoint is saved when it is in RAM. What ``save_total_limit`` removes is deleted from the store as soon as a
-    later step is as safe, and its folder after it; what the store's own retention removes is not resumed from. What
-    keeps the store from a save is a warning, and the training goes on.
+    A checkpoint is saved when it is in RAM. A checkpoint that ``save_total_limit`` removes is deleted from the store as
+    soon as a later step is as safe, then its folder. A training does not resume from a checkpoint that the store's
+    retention removed. If the store cannot save, that is a warning, and the training goes on.
 
     Args:
         store: open; the processes of the training are its ranks.
@@ -78,7 +78,7 @@ class TieredTrainerMixin(_Base):
             )
 
     def train(self: Any, resume_from_checkpoint: Any = None, **options: Any) -> Any:
-        """As of the Trainer; True resumes from the newest checkpoint that the store has, and begins without one."""
+        """Train as the Trainer does; True resumes from the newest checkpoint in the store, or begins without one."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _on_rank_0(self._newest_whole)
         result = super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
@@ -148,8 +148,10 @@ class TieredTrainerMixin(_Base):
             self.args.save_total_limit = limit
 
     def _rotate(self: Any, run: Path) -> None:
-        """Remove the checkpoints that are too many, each step before its folder: a process that ends between the two
-        leaves a folder without its step, which is not resumed from and removed later.
+        """Remove surplus checkpoints, each step before its folder.
+
+        A process that ends between the two leaves a folder without its step, which is not resumed from and removed
+        later.
         """
         gone = _on_rank_0(lambda: self._deleted(run))
         if self.args.should_save:
@@ -157,9 +159,9 @@ class TieredTrainerMixin(_Base):
                 shutil.rmtree(run / name, ignore_errors=True)
 
     def _deleted(self: Any, run: Path) -> list[str]:
-        """The folders whose steps the store does not have: because they were deleted now, or its retention took them.
+        """Delete surplus steps; returns the folders whose steps the store does not have, also by its retention.
 
-        Which are too many is as `transformers.trainer_utils.rotate_checkpoints` has it.
+        Surplus is defined as in `transformers.trainer_utils.rotate_checkpoints`.
         """
         folders = [Path(each) for each in sort_checkpoints(str(run), use_mtime=True)]
         try:
@@ -168,7 +170,7 @@ class TieredTrainerMixin(_Base):
             _log.debug("the folders in %s stay for now: %s", run, error)
             return []
         held, sure = self._held(), all(tier.healthy for tier in self._store.tier_infos())
-        # What is newer than all that the store has may still be committed, or come back with a tier.
+        # A folder newer than all steps of the store may still be committed, or come back with a tier.
         newest = max((serial for _, serial in held), default=0)
         gone = [
             each for each in folders if sure and (meant := save_meant(each)) and meant not in held and meant[1] < newest
@@ -192,14 +194,14 @@ class TieredTrainerMixin(_Base):
         return [folder.name for folder in gone]
 
     def _store_that_saved(self: Any, step: int, serial: int) -> str:
-        """The identity of the store that saved a step: of this one, or of that from which it was forked."""
+        """The identity of the store that saved a step: this one, or one that it was forked from."""
         if (step, serial) not in self._stores:
             self._stores[step, serial] = self._store.describe(step, serial=serial).store
         found: str = self._stores[step, serial]
         return found
 
     def _is_of_another_store(self: Any, folder: Path) -> bool:
-        """Whether a folder says so; serials of different stores are alike."""
+        """Whether a folder names another store; serials of different stores may be equal."""
         meant, store, held = save_meant(folder), store_meant(folder), self._held()
         if store is None or not held:
             return False
@@ -207,8 +209,10 @@ class TieredTrainerMixin(_Base):
         return bool(store != self._store_that_saved(step, serial))
 
     def _held(self: Any) -> set[tuple[int, int]]:
-        """Step and serial of the saves that the store gives for their numbers: not of one before a rollback, or of
-        another run, that has the number of a later save; nor of one of which lossy copies alone are left.
+        """Step and serial of the saves that the store returns for their numbers.
+
+        These exclude saves from before a rollback, or of another run, if a later save has the number, and saves with
+        lossy copies only.
         """
         exact = (info for info in self._store.steps() if info.tiers)
         in_order = sorted(exact, key=lambda info: (not info.off_branch, info.serial))
@@ -219,7 +223,7 @@ class TieredTrainerMixin(_Base):
             super().save_model(output_dir, _internal_call)
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-        """What is pushed is ``output_dir`` with the files of the model, which the folder of a checkpoint has not."""
+        """Push ``output_dir`` with the files of the model, which the folder of a checkpoint does not have."""
         wanted = self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END
         if wanted and (self.args.hub_always_push or not self.push_in_progress or self.push_in_progress.is_done()):
             self._save(self.args.output_dir)
@@ -241,7 +245,7 @@ class TieredTrainerMixin(_Base):
         # DDP says whose buffers are saved; `TrainingState` takes its name out of those of the parameters.
         parts = {"model": self.model_wrapped if _is_ddp(self.model_wrapped) else self.model}
         if whole:
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapping
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
             parts |= {"optimizer": optimizer, "scheduler": self.lr_scheduler, "random": self._random}
             scaler = getattr(self.accelerator, "scaler", None)
             parts |= {} if scaler is None else {"scaler": scaler}
@@ -251,10 +255,10 @@ class TieredTrainerMixin(_Base):
     # -- loading ------------------------------------------------------------------------------------------
 
     def _newest_whole(self: Any) -> str | None:
-        """The folder of the newest save that the store has, and which was written to its end; None without any.
+        """The folder of the newest complete save that the store has; None without any.
 
-        Raises `NotFound` where there are folders of steps and the store has none of them: to begin anew would be to
-        train on from nothing, and to delete what comes back later.
+        Raises `NotFound` if there are folders of steps and the store has none of them: beginning again would train from
+        nothing, and delete steps that come back later.
         """
         held = self._held()
         known = [(save_meant(folder), step, folder) for step, folder in folders_of(Path(self.args.output_dir)).items()]
@@ -282,7 +286,7 @@ class TieredTrainerMixin(_Base):
         load_module_state("model", model, found.tree["model"])
 
     def _load_best_model(self: Any) -> None:
-        """The best model; where the store has it no more, the last one stays, as with the Trainer's own files."""
+        """Load the best model; if the store lost it, the last one stays, as with the Trainer's own files."""
         try:
             if self._step_of(self.state.best_model_checkpoint) is None:
                 super()._load_best_model()
@@ -292,12 +296,12 @@ class TieredTrainerMixin(_Base):
             _log.warning("the best model is not loaded, the last one stays: %s", error)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        """With all else of the step: now everything is there that takes it."""
+        """Load all remaining parts of the step: now all objects that take them exist."""
         step = self._step_of(checkpoint)
         if step is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        self._random.loaded = None  # of a step that was resumed from before
+        self._random.loaded = None  # left from an earlier resume
         found = self._store.restore(step, as_="specs", resume=True)
         if "optimizer" in found.tree:
             self._parts(whole=True).restore(self._store, step, resume=True)
@@ -315,8 +319,9 @@ class TieredTrainerMixin(_Base):
             set_rng_state(self._random.loaded)
 
     def _step_of(self: Any, folder: str | None) -> int | None:
-        """The step that a folder means, as rank 0 sees it; None for one of another Trainer. Raises `NotFound` where the
-        number has another save by now.
+        """The step that a folder names, as rank 0 sees it; None for a folder of another Trainer.
+
+        Raises `NotFound` if its number belongs to another save by now.
         """
 
         def look_up() -> int | None:
@@ -342,7 +347,7 @@ class TieredTrainer(TieredTrainerMixin, Trainer):
 
 
 class _Random:
-    """Random numbers, as a part that keeps what was loaded until it is time."""
+    """Random number states, as a part that keeps loaded states until the Trainer sets them."""
 
     loaded: dict[str, Any] | None = None
 

@@ -1,4 +1,4 @@
-"""What modules of formats have in common: `Format`, and the digests of what was written, to compare when it is read."""
+"""Common parts of the format modules: `Format`, and digests of written content, to compare after reading it back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Content", "Digests", "Format", "content", "is_name", "plain"]
 
 
 class Content:
-    """`content` of an array that comes in pieces."""
+    """Computes `content` of an array that comes in pieces."""
 
     def __init__(self) -> None:
         self._digester = Digester()
@@ -31,14 +31,15 @@ class Content:
         return flat
 
     def value(self) -> bytes:
-        """What is compared after writing."""
+        """The value that is compared after writing."""
         found = self._digester.digest() if self._nbytes else bytes(SIZE)
         return found + self._nbytes.to_bytes(8, "big")
 
 
 def content(array: npt.NDArray[Any]) -> bytes:
-    """What is compared after writing: the bytes of an array, and their number, but not its dtype, since bytes of the
-    same array come back under several.
+    """The value that is compared after writing: a digest of an array's bytes, and their number.
+
+    The dtype does not count, since the same bytes come back under several dtypes.
     """
     found = Content()
     found.add(np.ascontiguousarray(array))
@@ -46,7 +47,7 @@ def content(array: npt.NDArray[Any]) -> bytes:
 
 
 def is_name(name: str) -> bool:
-    """Whether it names something in a folder itself, and no path that leads elsewhere."""
+    """Whether ``name`` is the name of an entry of a folder, and not a path that leads elsewhere."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
@@ -55,8 +56,9 @@ def is_name(name: str) -> bool:
 
 
 def plain(path: Path) -> Path:
-    """The path of a file to read, which need not be there. Raises `Corrupt` for anything else: a named pipe would be
-    waited for, and a device may have no end.
+    """Check that a path is a plain file, or missing, and return it.
+
+    Raises `Corrupt` for anything else: a read of a named pipe would wait, and a device may have no end.
     """
     if not path.is_file() and path.exists():
         raise Corrupt(f"{path} is no plain file")

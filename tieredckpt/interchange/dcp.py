@@ -1,7 +1,7 @@
-"""Folders of torch.distributed.checkpoint: read without running what a forged one would run, and written.
+"""Folders of torch.distributed.checkpoint: written, and read without running code of a forged one.
 
-DCP reads its ``.metadata`` with `pickle.load`, which runs whatever the file says. Here only the classes that such a
-file consists of may be named, records without any method take their place, and items are read as `torch.load` reads
+DCP reads its ``.metadata`` with `pickle.load`, which runs whatever the file says. Here a file may name only the classes
+that such files consist of, records without methods replace these classes, and items are read as `torch.load` reads
 weights only.
 """
 
@@ -52,7 +52,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Where a part of a tensor, or a value, lies."""
+    """Location of a part of a tensor, or of a value."""
 
     name: str
     offset: tuple[int, ...] | None
@@ -64,13 +64,13 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What a ``.metadata`` says, checked but for what is in the items."""
+    """The content of a ``.metadata``, checked except for the items themselves."""
 
     tensors: dict[str, _Tensor]
     items: list[_Item]
     """File by file."""
     paths: dict[str, tuple[str | int, ...]]
-    """Where each thing lies in the tree."""
+    """Path of each tensor or value in the tree, by name."""
 
 
 # -- reading ----------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def _read(folder: Path) -> Any:
 
 
 def _contents(folder: Path) -> _Contents:
-    """Read a ``.metadata`` and compare it with the files, before memory is taken for what it says."""
+    """Read a ``.metadata`` and compare it with the files, before memory is allocated by its numbers."""
     metadata = folder / _METADATA
     try:
         pickled = plain(metadata).read_bytes()
@@ -179,7 +179,7 @@ def _item(folder: Path, index: Any, info: Any) -> _Item:
 
 
 def _check_items(folder: Path, names: Collection[str], tensors: Mapping[str, _Tensor], items: Sequence[_Item]) -> None:
-    """Every part and value has one item, and no tensor is larger than what lies in the files for it."""
+    """Check that every part and value has one item, and that no tensor is larger than its bytes in the files."""
     stored: dict[str, list[tuple[int, ...]]] = {}
     lengths: Counter[str] = Counter()
     for item in items:
@@ -214,7 +214,7 @@ def _paths(metadata: Path, names: Mapping[str, Any], paths: Any) -> dict[str, tu
 
 
 def _part(tensor: _Tensor, item: _Item) -> tuple[tuple[int, ...], torch.Tensor]:
-    """Where a part lies in its tensor, and the part, read from the file."""
+    """Offset of a part in its tensor, and the part, read from the file."""
     offset, found = _offset(tensor, item), _load(item)
     if not isinstance(found, torch.Tensor) or found.dtype is not tensor.dtype or found.is_sparse:
         raise Corrupt(f"{item.file}: {item.name!r} is no tensor of {tensor.dtype}, as {_METADATA} says")
@@ -240,7 +240,7 @@ def _bytes(item: _Item) -> bytes:
 
 
 def _is_box(numbers: Any, like: Any) -> bool:
-    """Whether it is a tuple of natural numbers, as many as ``like`` has."""
+    """Whether ``numbers`` is a tuple of natural numbers, as long as ``like``."""
     if not isinstance(numbers, tuple) or not isinstance(like, tuple) or len(numbers) != len(like):
         return False
     return len(numbers) <= _DEEPEST and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
@@ -310,7 +310,7 @@ def _write(step: StepContent, to: Path) -> dict[str, bytes]:
             return data
 
         def tensor_of(self, stand_in: Any) -> torch.Tensor:
-            """A tensor, in memory that all of them have in turn.
+            """A tensor, in memory that all tensors share in turn.
 
             What `torch.save` wrote stays in cycles of its pickler until Python happens to look for garbage.
             """
@@ -328,7 +328,7 @@ def _write(step: StepContent, to: Path) -> dict[str, bytes]:
             return shared.copy_(found)
 
     try:
-        with warnings.catch_warnings():  # that it is one process
+        with warnings.catch_warnings():  # DCP warns that it is one process
             warnings.simplefilter("ignore", UserWarning)
             dcp.save(
                 tree, storage_writer=FileSystemWriter(to, per_thread_copy_ahead=0), planner=Planner(), no_dist=True
@@ -339,7 +339,7 @@ def _write(step: StepContent, to: Path) -> dict[str, bytes]:
 
 
 def _first(error: CheckpointException) -> BaseException:
-    """What went wrong, which DCP wraps."""
+    """The cause of a failure, which DCP wraps."""
     cause = next(iter(error.failures.values()))[0]
     if isinstance(cause, TieredCkptError | OSError):
         return cause

@@ -1,4 +1,4 @@
-"""The ``.metadata`` of a folder of torch.distributed.checkpoint, read without running what it names."""
+"""The ``.metadata`` of a folder of torch.distributed.checkpoint, read without running the code that it names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def load(pickled: bytes, metadata: Path) -> Any:
-    """What the bytes of the file ``metadata`` say, in records without methods; raises `Invalid` and `Corrupt`."""
+    """Load the file ``metadata`` from its bytes as records without methods; raises `Invalid` and `Corrupt`."""
     try:
         for opcode, at, _ in pickletools.genops(pickled):
             # The unpickler makes a table that is as long as the largest number says.
@@ -36,15 +36,14 @@ def load(pickled: bytes, metadata: Path) -> Any:
         return _Unpickler(pickled, metadata).load()
     except Invalid:
         raise
-    except Exception as error:  # whatever the bytes make of it
+    except Exception as error:  # forged bytes may raise anything
         raise Corrupt(f"{metadata} is malformed: {type(error).__name__}: {error}") from error
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads what a ``.metadata`` consists of, as records without methods.
+    """Loads a ``.metadata`` as records without methods.
 
-    A pickle may set attributes of what it names, so nothing that it names is used by others: the classes are made for
-    each file.
+    A pickle may set attributes of the classes that it names, so the classes are made for each file.
     """
 
     def __init__(self, pickled: bytes, metadata: Path) -> None:
@@ -76,7 +75,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Record:
-    """What a class of DCP had as its attributes; what it had as another state under ``state``."""
+    """The attributes of an object of DCP; any other state of it under ``state``."""
 
     def __setstate__(self, state: Any) -> None:
         object.__setattr__(self, "__dict__", state if isinstance(state, dict) else {"state": state})

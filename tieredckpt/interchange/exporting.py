@@ -1,4 +1,4 @@
-"""Writes a step in another library's format: beside its place, verified, and then there at once or not at all."""
+"""Writes a step in another library's format: beside its place, verified, and then renamed, all or nothing."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ __all__ = ["Exported", "export_copy", "export_step"]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export wrote."""
+    """Result of an export."""
 
     info: StepInfo
     path: Path | str
     """The file or folder, or the URL."""
     part: str | None
-    """What was exported; None for the whole step."""
+    """The exported part; None for the whole step."""
     names: tuple[str, ...]
-    """Of the arrays, and of other things where the format has them, in the file or folder."""
+    """Names of the arrays, and of other values where the format has them, in the file or folder."""
     sources: Mapping[str, int]
     """Bytes that came from each tier."""
     scalars: Mapping[str, Scalar]
-    """The step's leaves that are no arrays, by key."""
+    """The step's leaves that are not arrays, by key."""
     left_out: tuple[str, ...]
     """The keys of those leaves, if the format cannot hold them."""
     lossy: bool
@@ -59,28 +59,28 @@ def export_step(
     progress: Callable[[int], None] = lambda nbytes: None,
     **options: Any,
 ) -> Exported:
-    """Write a step of ``store`` to ``SCHEME:PATH``, where nothing is yet but perhaps an empty folder.
+    """Write a step of ``store`` to ``SCHEME:PATH``, where nothing exists yet, or only an empty folder.
 
     It is written beside that place, flushed to the device, read back, compared, and then renamed. Formats that are
     streamed go to ``SCHEME:URL`` too, where the last file commits the others; they are read back after that.
 
     Args:
-        store: open; one that is only looked at will do.
+        store: open; read-only will do.
         target: such as ``safetensors:out/model``; `tieredckpt.config.formats.formats` tells the schemes.
         step: its number; None for the newest.
         part: the path of a container of the step that is exported, such as ``model``. Without it and ``keys``,
             safetensors takes ``model`` or ``state_dict`` if the step has one of them; other formats take all.
         keys: only the leaves under these keys or patterns, under their whole names.
-        lossy: where the step cannot be had as it was saved, write all of it from a lossy copy; `Exported.lossy` tells.
-        progress: is told the bytes of each array that was read.
+        lossy: if the exact step cannot be read, write all of it from a lossy copy; see `Exported.lossy`.
+        progress: called with the bytes of each array that was read.
         options: of the format. safetensors: ``cast`` (``"bf16"`` or ``"fp16"``), ``shard_size`` in bytes, and
             ``rename``, a dict from patterns of keys to names (``{"params/**": "model.**"}``).
 
     Raises:
-        Conflict: something is there.
-        Invalid: the format cannot have what the step has, or has no such option; or the place cannot be written.
+        Conflict: the target exists.
+        Invalid: the format cannot hold a leaf of the step, or has no such option; or the place cannot be written.
         NoSpace: the device, or a quota on it, is full.
-        Corrupt: what was written did not come back, or the step is damaged.
+        Corrupt: the written bytes did not come back, or the step is damaged.
         NotFound, TierUnavailable: as `SyncStore.describe`.
     """
     given = partial(export_copy, target=target, part=part, keys=keys, progress=progress, **options)
@@ -97,7 +97,7 @@ def export_copy(
     progress: Callable[[int], None] = lambda nbytes: None,
     **options: Any,
 ) -> Exported:
-    """`export_step`, of this copy of a step."""
+    """As `export_step`, for this copy of a step."""
     remote = find_url(target)
     scheme, format_, to = remote or find(target, "write")
     for option in options.keys() - format_.options:
@@ -146,7 +146,7 @@ def _chosen(
 
 @contextmanager
 def _new(to: Path) -> Iterator[Path]:
-    """A path to write to, which becomes ``to`` when all went well."""
+    """A path to write to, which becomes ``to`` on success."""
     try:
         if os.path.lexists(to) and not (to.is_dir() and not to.is_symlink() and not any(to.iterdir())):
             raise _exists(to)

@@ -1,4 +1,4 @@
-"""Which format and path ``SCHEME:PATH`` names."""
+"""Find the format and path that ``SCHEME:PATH`` names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["find", "find_url"]
 
 
 _OF_A_FILE = re.compile(r"\.(?!v[0-9]+$)[a-z][a-z0-9]*", re.ASCII | re.IGNORECASE)
-"""A suffix such as files have: not that of `step-1.0`, `llama-3.1-8b` or `run.v2`."""
+"""A suffix of a file, unlike the ends of `step-1.0`, `llama-3.1-8b` and `run.v2`."""
 
 
 def find_url(text: str) -> tuple[str, Format, str] | None:
-    """Scheme, format and URL of ``SCHEME:URL``, to export to; None for what names no URL of an object store.
+    """Scheme, format and URL of ``SCHEME:URL``, to export to; None if ``text`` names no URL of an object store.
 
     Raises `Invalid` for a format that is not streamed.
     """
@@ -33,7 +33,7 @@ def find_url(text: str) -> tuple[str, Format, str] | None:
 
 
 def find(text: str, use: Literal["read", "write"]) -> tuple[str, Format, Path]:
-    """Scheme, format and path of ``SCHEME:PATH``. Raises `Invalid` for what is no such thing, or has not that use."""
+    """Scheme, format and path of ``SCHEME:PATH``. Raises `Invalid` for other text, or a format without that use."""
     scheme, separator, path = text.partition(":")
     if not separator or scheme not in formats():
         raise Invalid(

@@ -24,7 +24,7 @@ _NUMBERED = re.compile(r"(?:(?:.*[-_.])?(?:checkpoint|ckpt|global_step|iter|step
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import saved."""
+    """Result of an import."""
 
     step: int
     serial: int
@@ -35,16 +35,16 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class ReadCheckpoint:
-    """A checkpoint of another library that was read, and that a step can have."""
+    """A checkpoint that was read from another library's files, and that a step can hold."""
 
     tree: Any
     step: int
-    """The number that it gets."""
+    """Its step number."""
     metrics: Mapping[str, float]
 
 
 def read_checkpoint(source: str, step: int | None = None) -> ReadCheckpoint:
-    """Read the checkpoint at ``SCHEME:PATH``, for `import_step`. Nothing that it names is run.
+    """Read the checkpoint at ``SCHEME:PATH``, for `import_step`. No code that it names is run.
 
     Raises `NotFound`, `Invalid` and `Corrupt` as `import_step` does, before there is a store.
     """
@@ -57,7 +57,7 @@ def read_checkpoint(source: str, step: int | None = None) -> ReadCheckpoint:
 
 
 def _located(source: str) -> tuple[Format, Path]:
-    """The format of ``SCHEME:PATH``, and where the checkpoint is that the path means."""
+    """The format of ``SCHEME:PATH``, and the place of the checkpoint that the path means."""
     _, format_, path = find(source, "read")
     return format_, _readable(format_.locate, path)
 
@@ -74,22 +74,22 @@ def import_step(
 ) -> Imported:
     """Save the checkpoint at ``SCHEME:PATH`` as a step of ``store``, by one process that has the memory for it.
 
-    It is the newest step of the store then. Nothing that the checkpoint names is run.
+    It becomes the newest step of the store. No code that the checkpoint names is run.
 
     Args:
         source: such as ``dcp:/old/checkpoint-1000``, of an installed format; or what `read_checkpoint` gave.
         store: open, of this process alone, with a tier that outlives the process.
-        step: the number that it gets; None for that at which the name of the path ends, as ``checkpoint-1000``.
-        overwrite: save a step number again that the store has.
+        step: its number; None for the number at the end of the path's name, as in ``checkpoint-1000``.
+        overwrite: save a step again if the store has its number.
 
     Raises:
-        NotFound: a file is not there.
-        Invalid: the checkpoint has something that no step can have, or that would have to be run; or no number.
+        NotFound: a file is missing.
+        Invalid: the checkpoint holds a value that no step can hold, or that needs code to be run; or it has no number.
         Corrupt: a file is damaged; file and key are named. Or the step did not come back from the store.
         TierUnavailable: no tier that outlives the process took the step.
         Conflict, NoSpace: as `SyncStore.save`.
     """
-    lossy = {tier.name for tier in store.config.tiers if tier.lossy}  # which have no step as it was saved
+    lossy = {tier.name for tier in store.config.tiers if tier.lossy}  # they hold no exact steps
     durable = [tier.name for tier in store.tier_infos() if tier.survives != "process" and tier.name not in lossy]
     if not durable:
         raise Invalid("the store has no tier that outlives this process, so an imported step would be gone; add one")
@@ -107,7 +107,7 @@ def import_step(
     store.flush()
     held = store.where(number)
     tier = next((name for name in durable if name in held), durable[0])
-    if tier not in held:  # its policy has not asked for the step, and from RAM it would be gone
+    if tier not in held:  # its policy does not want the step, and RAM would lose it
         store.promote(number, tier)
     for each in store.verify(number, tier):
         if not each.intact:

@@ -1,7 +1,7 @@
-"""The packs of a step on a local tier, hard-linked into another folder, so that no byte of an array is copied.
+"""Hard-link the packs of a step on a local tier into another folder, so that no byte of an array is copied.
 
-A pack never changes once it is written, so a link to it has the bytes for good: when the store collects the pack, it
-removes its own name, and the device has the space back when the last link is gone.
+A written pack never changes, so a link keeps its bytes for good: when the store collects the pack, it removes only its
+own name, and the device frees the space with the last link.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from tieredckpt.format.ocdbt import Extent, Value
 __all__ = ["ENTRY", "NO_LINK", "StoredIndex", "link", "stored_indexes"]
 
 ENTRY = re.compile(rb"(.*)/(zarr\.json|c(?:/[0-9]+)*)", re.DOTALL)
-"""A key of an array of zarr: the name of the array, and what follows it."""
+"""Key of an entry of a zarr array: the name of the array, and the rest."""
 _LARGEST_MANIFEST = 1 << 20
 _LARGEST_NODES = 1 << 30
 NO_LINK = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}
 )
-"""What `os.link` fails with where files cannot be linked: to another file system, or those of somebody else; or where
-the store has collected one since its index was read."""
+"""Errors of `os.link` for files that cannot be linked: to another file system, or of another user; or if the store has
+collected a pack since its index was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredIndex:
-    """What a tier's folder has of a step."""
+    """The index of a step in a tier's folder."""
 
     root: Path
     arrays: dict[bytes, dict[bytes, Value]]
-    """The entries of each array that is stored whole, by its key, and by what follows that. Extents are relative to the
-    root."""
+    """Entries of each array that is stored whole, by the array's key and the rest of their own. Extents are relative to
+    the root."""
 
 
 def stored_indexes(step: StepContent) -> Iterable[StoredIndex]:
-    """The index of a step on each tier that has it in local files, nearest first; damaged ones are passed over."""
+    """The index of a step on each tier that has it in local files, nearest first; damaged ones are skipped."""
     for root, folder in step.folders():
         try:
             manifest = _read(root / folder / layout.MANIFEST, _LARGEST_MANIFEST)
@@ -55,7 +55,7 @@ def stored_indexes(step: StepContent) -> Iterable[StoredIndex]:
             record = find_record(manifest, nodes, path)
             if record.serial == step.info.serial and record.derived is UNSET:  # and no lossy copy
                 yield StoredIndex(root, _by_array(ocdbt.decode(manifest, nodes, path)))
-        except (OSError, Corrupt):  # collected, moved or damaged; the store itself tells of that
+        except (OSError, Corrupt):  # collected, moved or damaged; the store itself reports that
             continue
 
 
@@ -76,7 +76,7 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def link(root: Path, extents: Collection[Extent], to: Path) -> bool:
-    """Link the packs of ``extents`` into the folder ``to``, under their own names; False where that cannot be.
+    """Link the packs of ``extents`` into the folder ``to``, under their own names; False if that is impossible.
 
     Raises `Corrupt` for a pack that is shorter than the index says.
     """

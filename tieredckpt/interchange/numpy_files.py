@@ -1,7 +1,7 @@
 """The files of NumPy: one ``.npz``, or a folder of ``.npy`` files.
 
-The names of an ``.npz`` are the keys, and no member leads out of the folder where it is extracted. The files of a
-folder are named by keys, percent-escaped (RFC 3986): ``urllib.parse.unquote`` gives the key back.
+Members of an ``.npz`` are named by keys, and none leads out of the folder where it is extracted. The files of a folder
+are named by keys, percent-escaped (RFC 3986): ``urllib.parse.unquote`` gives the key back.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ INDEX = "index.json"
 """Lists key, dtype and shape of each file of a folder: NumPy has no names for bfloat16 and its like."""
 
 _AROUND = 64 << 10
-"""Bytes that an archive has for the name and headers of an array, and at its end, at most."""
+"""Most bytes of an archive for the name and headers of an array, and at its end."""
 
 _LONGEST = 200
-"""Characters of a file's name; file systems end at 255 bytes."""
+"""Longest file name, in characters; file systems end at 255 bytes."""
 
-# The format escapes these in a key, but for backslashes and drives; here no archive depends on that.
+# The format escapes these in keys, except backslashes and drives; here no archive depends on that.
 _LEADS_OUT = re.compile(r"\0|^[A-Za-z]:|(?:^|[/\\])(?:\.*[/\\]|\.*$)")
-"""A path with a root, a drive, or a component that is empty or of full stops alone; for Windows too."""
+"""A path with a root, a drive, or a component that is empty or only full stops; also on Windows."""
 
 
 def file_name(key: str) -> str:
@@ -81,7 +81,7 @@ def _stream_archive(step: StepContent, files: Files) -> dict[str, bytes]:
 
 
 def _write_header(file: IO[bytes], info: ArrayInfo, dtype: np.dtype[Any]) -> None:
-    """What ``.npy`` begins with, https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html."""
+    """Write the header of ``.npy``, https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html."""
     described = np.lib.format.header_data_from_array_1_0(np.empty(0, dtype)) | {"shape": info.shape}
     np.lib.format.write_array_header_1_0(file, described)
 

@@ -1,4 +1,4 @@
-"""Folders of Orbax, of which a whole training is moved in, and steps moved back out."""
+"""Folders of Orbax: imports a whole training, and exports steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Orbax puts what: a tree in a folder, the items of a step in folders of it, the steps of a root by number."""
+"""Layout of Orbax's folders: a tree in a folder, the items of a step in subfolders, the steps of a root by number."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ DEFAULT = "default"
 ITEMS = "_CHECKPOINT_METADATA"
 """The key in the tree of a step of several items: the kind of each, by name."""
 CUSTOM = "_CUSTOM_METADATA"
-"""The key in such a tree of what its trainer noted of the step, as JSON."""
+"""The key in such a tree of the trainer's ``custom_metadata``, as JSON."""
 METRICS = "_METRICS"
-"""The key in such a tree of metrics that are no numbers, as JSON."""
+"""The key in such a tree of metrics that are not numbers, as JSON."""
 _JSON = "metadata"
 _OF_TREES = ("StandardCheckpointHandler", "PyTreeCheckpointHandler", "ArrayCheckpointHandler", "PyTreeHandler")
 """Classes of Orbax that write a tree, as a step names them."""
@@ -43,15 +43,15 @@ _OURS = ("metrics", "descriptor")
 _NUMBERED = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _LARGEST = 64 << 20
-"""Bytes of a file of an item of another kind: such are states of data loaders."""
+"""Most bytes of a file of an item of another kind, such as the state of a data loader."""
 
 Kind = Literal["tree", "json", "files"]
 
 
 def locate(path: Path) -> Path:
-    """The folder that is meant: ``path``, or the newest step in it where it is the root of a `CheckpointManager`.
+    """The folder of a checkpoint: ``path``, or its newest step if it is the root of a `CheckpointManager`.
 
-    Raises `NotFound` for one with nothing of Orbax.
+    Raises `NotFound` for a folder without a checkpoint of Orbax.
     """
     if _UNFINISHED in path.name:
         raise NotFound(f"{path} is a checkpoint that Orbax did not finish")
@@ -78,7 +78,7 @@ def _is_step(path: Path) -> bool:
 
 
 def items_of(step: Path) -> dict[str, Kind]:
-    """The items of a step's folder, by name. Raises `NotFound` where there is none, or a tree has lost `METADATA`."""
+    """The items of a step's folder, by name. Raises `NotFound` if there are none, or a tree has lost `METADATA`."""
     found: dict[str, Kind] = {}
     handlers = _noted(step).get("item_handlers")
     of_items = handlers if isinstance(handlers, dict) else {}
@@ -133,7 +133,7 @@ def files_of(item: Path) -> dict[str, bytes]:
 
 
 def metrics_of(step: Path) -> Mapping[str, float]:
-    """What Orbax noted of a step to find the best one; empty where that is none or no numbers."""
+    """Metrics that Orbax stored to find the best step; empty if there are none, or if they are not numbers."""
     try:
         found: Any = load_json(step / "metrics" / "metrics")
     except NotFound:
@@ -144,13 +144,13 @@ def metrics_of(step: Path) -> Mapping[str, float]:
 
 
 def custom_of(step: Path) -> dict[str, Any]:
-    """What the trainer noted of a step, ``custom_metadata``; empty where there is none."""
+    """The trainer's ``custom_metadata`` of a step; empty if there is none."""
     custom = _noted(step).get("custom_metadata")
     return custom if isinstance(custom, dict) else {}
 
 
 def _noted(step: Path) -> dict[str, Any]:
-    """What Orbax noted of a step besides its items; empty where that is nothing."""
+    """Orbax's metadata of a step besides its items; empty if there is none."""
     try:
         found: Any = load_json(step / STEP_METADATA)
     except NotFound:

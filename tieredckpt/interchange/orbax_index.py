@@ -1,4 +1,4 @@
-"""The arrays of a folder of Orbax: zarr 3 in one OCDBT database, over files that hold the chunks.
+"""The arrays of an Orbax folder: zarr 3 in one OCDBT database, over files that hold the chunks.
 
 The chunks of an array lie in packs of the store that are linked into the folder, or in a file that is written here.
 """
@@ -36,14 +36,14 @@ LINKS = "packs"
 """The folder of linked packs."""
 _CHUNK = 16 << 20
 _INLINE = 4096
-"""Bytes of the only chunk of an array that lies in the database itself, at most."""
+"""Most bytes of a chunk that lies in the database itself, as the only one of its array."""
 _CHECKSUM = 4
 
 
 def add_array(array: npt.NDArray[Any], file: BinaryIO, digests: dict[Extent, bytes]) -> dict[bytes, Value]:
-    """Append the chunks of an array to ``file``, and to ``digests`` what `read_back` finds there.
+    """Append the chunks of an array to ``file``, and their digests to ``digests``, to compare with `read_back`.
 
-    Returns its entries, by what follows its name.
+    Returns the entries of the array, by key without its name.
     """
     grid = plan(array.shape, array.dtype.itemsize, _CHUNK)
     entries: dict[bytes, Value] = {b"zarr.json": array_metadata(grid.shape, array.dtype, grid.cell, CRC32C)}
@@ -65,7 +65,7 @@ def add_array(array: npt.NDArray[Any], file: BinaryIO, digests: dict[Extent, byt
 
 
 def write(folder: Path, arrays: dict[str, dict[bytes, Value]]) -> None:
-    """Write the database of arrays, given by name; a tree that is one array has it under none, at the root."""
+    """Write the database of arrays, given by name; a tree that is one array has the empty name, at the root."""
     folders = {name: f"{name}/".encode() if name else b"" for name in arrays}
     entries = [(folders[name] + key, value) for name, found in arrays.items() for key, value in found.items()]
     index = ocdbt.encode(
@@ -76,9 +76,9 @@ def write(folder: Path, arrays: dict[str, dict[bytes, Value]]) -> None:
 
 
 def summary(entries: dict[bytes, Value], copies: Callable[[Extent], bytes]) -> bytes:
-    """The digest of what the database has for an array, and of the chunks that were copied: ``copies`` has theirs.
+    """The digest of an array's entries in the database, and of its copied chunks, whose digests are in ``copies``.
 
-    Linked packs are the very files of the store, which `tieredckpt verify` reads: of these only the places count.
+    Linked packs are the store's own files, which `tieredckpt verify` reads: only their extents are digested.
     """
     parts = []
     for key, value in sorted(entries.items()):

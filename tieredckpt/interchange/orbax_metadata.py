@@ -1,7 +1,7 @@
-"""The metadata of Orbax's folders: ``_METADATA``, which says what a tree consists of, read and written.
+"""Read and write ``_METADATA`` of Orbax's folders, which describes a tree.
 
-It is JSON: each leaf by its path, with the type of each key on the path (index or name) and of the value. Orbax knows
-no integer as a key of a dict and no tuple: they come back as text and as a list, as they do with Orbax itself.
+It is JSON: each leaf by its path, with the type of each key on the path (index or name) and of the value. Orbax has no
+integer keys of dicts and no tuples: they come back as text and as lists, as with Orbax itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tieredckpt.interchange.base import plain
 __all__ = ["ARRAYS", "EMPTY", "Leaf", "TreeMetadata", "build", "load_json", "parse", "text_of"]
 
 _LARGEST = 512 << 20
-"""Bytes of a JSON file at most: a leaf takes about 200."""
+"""Most bytes of a JSON file; a leaf takes about 200."""
 _DEEPEST = 256
 """Levels of a tree."""
 _INDEX, _NAME = 1, 2
@@ -26,7 +26,7 @@ _INDEX, _NAME = 1, 2
 ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 """The types of values that are arrays of zarr."""
 EMPTY: Mapping[str, Callable[[], Any]] = {"Dict": dict, "List": list, "Tuple": tuple}
-"""The types of containers that have nothing; any other value that is not stored is None."""
+"""Types of empty containers; any other value that is not stored is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,20 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """Under which its array is stored."""
+        """Name of its stored array."""
         return ".".join(map(str, self.path))
 
 
 @dataclass(frozen=True, slots=True)
 class TreeMetadata:
-    """What ``_METADATA`` says, checked."""
+    """The content of ``_METADATA``, checked."""
 
     leaves: tuple[Leaf, ...]
     ocdbt: bool | None
-    """Whether the arrays lie in an OCDBT database; None where that is not said."""
+    """Whether the arrays lie in an OCDBT database; None if it does not say."""
     zarr3: bool
     complete: bool
-    """Every chunk is stored; else those that are missing are zero."""
+    """Whether every chunk is stored; else the missing chunks are zero."""
 
 
 def load_json(path: Path) -> Any:
@@ -73,7 +73,7 @@ def load_json(path: Path) -> Any:
 
 
 def parse(path: Path) -> TreeMetadata:
-    """Read and check ``_METADATA``. Raises `NotFound`, and `Corrupt` for what contradicts itself."""
+    """Read and check ``_METADATA``. Raises `NotFound`, and `Corrupt` for contradictions."""
     found = load_json(path)
     entries = found.get("tree_metadata") if isinstance(found, dict) else None
     if not isinstance(entries, dict):
@@ -126,7 +126,7 @@ def build(path: Path, values: Sequence[tuple[Leaf, Any]]) -> Any:
 
 
 class _Children(dict[str | int, Any]):
-    """Of a container, which is not told yet to be a dict or a list."""
+    """Children of a container that may be a dict or a list."""
 
 
 def _container(path: Path, children: dict[str | int, Any]) -> Any:

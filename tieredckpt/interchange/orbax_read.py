@@ -1,6 +1,6 @@
-"""Reads what Orbax wrote, through TensorStore and without Orbax: nothing that a folder says is run.
+"""Reads checkpoints of Orbax through TensorStore and without Orbax: no code that a folder names is run.
 
-Arrays come whole, as NumPy's, whatever their sharding was; typed PRNG keys as JAX's.
+Arrays become whole NumPy arrays, whatever their sharding was; typed PRNG keys become JAX's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["open_arrays", "prng_keys", "read"]
 _TOGETHER = 256
 """Arrays that are opened at a time."""
 _LARGEST_CHUNK = 4 << 30
-"""Bytes of a chunk at most; Orbax writes an array of one shard in one."""
+"""Most bytes of a chunk; Orbax writes an array of one shard as one chunk."""
 _CACHE = 64 << 20
-"""Bytes of nodes of OCDBT that TensorStore keeps."""
+"""Bytes of OCDBT nodes that TensorStore caches."""
 
 
 def read(path: Path) -> Any:
@@ -136,7 +136,7 @@ def _read_arrays(folder: Path, metadata: TreeMetadata, leaves: Sequence[Leaf]) -
     for leaf, array in opened:
         try:
             data = array.read().result()
-        except Exception as error:  # TensorStore tells what went wrong by text alone
+        except Exception as error:  # TensorStore's errors differ only in their text
             raise Corrupt(f"{folder}: {leaf.name!r} cannot be read: {_first_line(error)}") from error
         found[leaf.name] = np.asarray(data)
     return found

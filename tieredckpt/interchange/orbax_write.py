@@ -31,12 +31,12 @@ _HANDLERS = {
     "tree": "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler",
     "json": "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
 }
-"""What Orbax notes for its own use; it is text here and imports nothing."""
+"""Names that Orbax stores for its own use; here they are text, and import nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """A tree as Orbax has it: leaf by leaf."""
+    """A tree in Orbax's form: leaf by leaf."""
 
     leaves: list[Leaf]
     values: dict[str, ArraySpec | npt.NDArray[Any] | str]
@@ -44,10 +44,10 @@ class _Tree:
 
 
 def write(step: StepContent, to: Path, *, copy: bool = False) -> dict[str, bytes]:
-    """Write a tree to ``to``; as a step of a `CheckpointManager`, with its items, where ``to`` is called by a number.
+    """Write a tree to ``to``, or, if ``to`` is named by a number, a step of a `CheckpointManager` with its items.
 
     Args:
-        copy: copy the arrays, also where the packs that hold them could be linked.
+        copy: copy the arrays even if their packs could be linked.
     """
     tree = step.tree()
     items = _items(tree)
@@ -76,7 +76,7 @@ def write(step: StepContent, to: Path, *, copy: bool = False) -> dict[str, bytes
 
 
 def _items(tree: Any) -> dict[str, str] | None:
-    """The kinds of a step's items by name, each that of a folder; None for a step without names. Raises `Invalid`."""
+    """The kinds of a step's items by name; None for a step without item names. Raises `Invalid`."""
     if not isinstance(tree, dict) or ITEMS not in tree:
         return None
     items = tree[ITEMS]
@@ -115,7 +115,7 @@ def _about(step: StepContent, handlers: Any, custom: Any) -> bytes:
 
 
 def _tree(tree: Any) -> _Tree:
-    """The leaves of a tree. Raises `Invalid`, naming the path, for what Orbax cannot have."""
+    """The leaves of a tree. Raises `Invalid`, naming the path, for a leaf that Orbax cannot hold."""
     made = _Tree([], {})
     names: dict[str, Leaf] = {}
     for path, value in _leaves(tree, ()):
@@ -145,12 +145,12 @@ def _leaves(tree: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str 
 
 
 def _type(path: tuple[str | int, ...], value: Any) -> str:
-    """What Orbax calls the kind of a leaf."""
+    """Orbax's name of the kind of a leaf."""
     name = "/".join(map(str, path))
     if isinstance(value, ArraySpec):
         if value.dtype.kind in "mM":
             raise Invalid(f"array {value.key!r}: Orbax has no dtype {value.dtype}; leave it out with a part or keys")
-        return "np.ndarray"  # a jax.Array is restored without a target only on the devices of whoever wrote it
+        return "np.ndarray"  # without a target, a jax.Array is restored only on the devices of its writer
     for empty, make in EMPTY.items():
         if type(value) is make:
             return empty
@@ -162,11 +162,11 @@ def _type(path: tuple[str | int, ...], value: Any) -> str:
         raise Invalid(
             f"leaf {name!r}: Orbax cannot have {type(value).__name__} {value!r:.50}; export a part without it"
         )
-    return "np.ndarray" if isinstance(value, complex) else "scalar"  # of which Orbax knows real ones alone
+    return "np.ndarray" if isinstance(value, complex) else "scalar"  # Orbax has only real scalars
 
 
 def _files(name: str, kind: str, value: Any) -> dict[str, bytes | ArraySpec]:
-    """The files of an item that is no tree: one of JSON, or those that its own handler wrote."""
+    """The files of an item that is not a tree: one of JSON, or those that its own handler wrote."""
     if kind == "json":
         try:
             return {"metadata": json.dumps(value).encode()}
@@ -194,7 +194,7 @@ def _write_files(step: StepContent, folder: Path, files: Mapping[str, bytes | Ar
 
 
 def _write_tree(step: StepContent, folder: Path, tree: _Tree, *, copy: bool) -> dict[str, bytes]:
-    """Write a tree to a new folder; the summary of each array, by name."""
+    """Write a tree to a new folder; returns the summary of each array, by name."""
     (folder / INDEX).parent.mkdir(parents=True)
     infos = {info.key: info for info in step.arrays}
     specs = {name: value for name, value in tree.values.items() if isinstance(value, ArraySpec)}
@@ -237,7 +237,7 @@ def _moved(value: Value) -> Value:
 
 
 def _about_keys(keys: Mapping[str, ArraySpec]) -> bytes:
-    """Which arrays are typed PRNG keys, and of which PRNG."""
+    """Metadata that lists the typed PRNG keys, and the PRNG of each."""
     entries = []
     for name, spec in keys.items():
         shape = list(spec.shape)
@@ -262,12 +262,12 @@ def _named(to: Path, folder: Path, array: str) -> str:
 
 
 def _trees(to: Path) -> list[Path]:
-    """The folders of trees: an item of another kind may have some of its own, in folders below."""
+    """The folders of trees; an item of another kind may have such folders deeper inside."""
     return [file.parent for file in (*to.glob(METADATA), *sorted(to.glob(f"*/{METADATA}")))]
 
 
 def _small_files(to: Path) -> Iterator[tuple[str, bytes]]:
-    """What is no array, and lies in no folder of arrays."""
+    """The content of each file that is no array and lies in no folder of arrays."""
     arrays = {folder / name for folder in _trees(to) for name in (LINKS, Path(INDEX).parent)}
     for file in sorted(to.rglob("*")):
         if file.is_file() and arrays.isdisjoint(file.parents):

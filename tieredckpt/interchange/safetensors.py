@@ -36,9 +36,9 @@ _INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100 << 20
 """Bytes; the library refuses larger ones too."""
 _SHARD = 5_000_000_000
-"""Bytes of a file at most, unless one tensor is larger; what the hub's tools write too."""
+"""Most bytes of a file, unless one tensor is larger; the hub's tools use the same limit."""
 _DIMENSIONS = 64
-"""At most, as NumPy has it."""
+"""The most that NumPy has."""
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
@@ -70,7 +70,7 @@ class _Tensor:
 
 
 def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The tensors of a file, or of a folder as transformers has it, by name, mapped from the files."""
+    """The tensors, by name and mapped from the files, of a file or of a folder as transformers writes it."""
     if path.is_dir():
         indexes = sorted(path.glob("*.safetensors.index.json"))
         files = sorted(path.glob("*.safetensors"))
@@ -94,7 +94,7 @@ def _read_shards(index: Path) -> dict[str, npt.NDArray[Any]]:
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise Corrupt(f"{index} has no weight_map of names to files")
     for name in set(files.values()):
-        # Not where a link leads: Hugging Face's cache has links to files elsewhere.
+        # Links are not resolved: Hugging Face's cache links to files elsewhere.
         if not is_name(name):
             raise Invalid(f"{index} names {name!r}, which is not in its folder")
     shards = {name: dict(_tensors(index.parent / name)) for name in sorted(set(files.values()))}
@@ -145,7 +145,7 @@ def _checked(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any], tuple[in
     dtype = _DTYPES[label]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
         raise Corrupt(f"{path}: {name!r} has a shape or range with negative or no integers")
-    # What NumPy holds: dimensions, and bytes, where those of 0 do not count.
+    # The limits of NumPy: dimensions, and bytes, not counting axes of length 0.
     if len(shape) > _DIMENSIONS or math.prod(filter(None, shape)) * dtype.itemsize > sys.maxsize:
         raise Corrupt(f"{path}: {name!r} has a shape that no array can have")
     if stop - start != math.prod(shape) * dtype.itemsize:
@@ -197,14 +197,14 @@ def _stream(
 def _options(
     cast: str | None = None, rename: Mapping[str, str] | None = None, shard_size: int | None = None
 ) -> tuple[np.dtype[Any] | None, Names]:
-    """The dtype of floats, and what leaves are called. Raises `Invalid`."""
+    """The dtype for floats, and the names of leaves. Raises `Invalid`."""
     if cast is not None and cast not in CASTS:
         raise Invalid(f"cast={cast!r}: should be one of {', '.join(CASTS)}")
     return None if cast is None else CASTS[cast], Names(rename or {})
 
 
 def _named(step: StepContent, cast: np.dtype[Any] | None, names: Names) -> list[_Tensor]:
-    """The arrays by the names that they get, and in the dtype."""
+    """The arrays with their new names and dtypes."""
     infos = {info.key: info for info in step.arrays}
     specs: dict[str, ArraySpec] = {}
     for path, leaf in step.leaves():
@@ -233,7 +233,7 @@ def _named(step: StepContent, cast: np.dtype[Any] | None, names: Names) -> list[
 def _write_file(step: StepContent, files: Files, name: str, tensors: Sequence[_Tensor]) -> dict[str, bytes]:
     # Wide ones first, so that each is aligned for its dtype.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers demanded once
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers demanded it once
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
@@ -260,7 +260,7 @@ _WILDCARDS = re.compile(r"\*\*|\*")
 
 
 class Names:
-    """What leaves are called: their keys with full stops, or as a map says.
+    """Names of exported leaves: their keys with full stops, or renamed by patterns.
 
     Args:
         renamed: patterns over whole keys, ``**`` for anything and ``*`` for anything but slashes, and the name of each,

@@ -1,4 +1,4 @@
-"""A step of an open store, as formats are given it."""
+"""A step of an open store, in the form that formats get."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["Arrays", "StepCopy", "StoredStep", "from_copies"]
 T = TypeVar("T")
 
 _PART = 256 << 20
-"""Bytes that are brought back together; a larger array comes alone."""
+"""Bytes that are restored together; a larger array is restored alone."""
 
 
 @dataclass
 class StepCopy:
-    """A step of an open store as it was saved, or a lossy copy of it: what is read of it in parts is of one content."""
+    """The exact step of an open store, or one lossy copy of it: all parts that are read come from the same content."""
 
     store: SyncStore
     step: int | None = None
@@ -41,7 +41,7 @@ class StepCopy:
     """Why it could not be read."""
 
     def describe(self, keys: Sequence[str] | None = None) -> StepDetails:
-        """See `SyncStore.describe`. From then on it is the copy of the step of that number."""
+        """See `SyncStore.describe`. Afterwards it stays with the step of that number."""
         step, lossy, life = self.step, self.lossy, self.store._life
         with self._reading():
             if lossy is None:
@@ -52,7 +52,7 @@ class StepCopy:
         return found
 
     def restore(self, keys: Sequence[str] | None, as_: Literal["specs"] | None = None) -> Restored:
-        """See `SyncStore.restore`. The training goes on from where it would have: nothing is resumed."""
+        """See `SyncStore.restore`. Nothing is resumed: the training's branch does not change."""
         how = (None, None, as_, False, True, False, self.lossy or False)
         with self._reading():
             found = self.store._run(self.store._store._restore(current(), self.step, keys, *how))
@@ -69,9 +69,9 @@ class StepCopy:
 
 
 def from_copies(store: SyncStore, step: int | None, work: Callable[[StepCopy], T], *, lossy: bool) -> T:
-    """What ``work`` makes of a step as it was saved; with ``lossy``, of a lossy copy where no other can be read.
+    """Call ``work`` with the exact step or, with ``lossy``, with a lossy copy if no exact one can be read.
 
-    It is called again, with the next copy, when it raises that the one which it was given cannot be read.
+    It is called again, with the next copy, if it raises because its copy cannot be read.
     """
     if not lossy:
         return work(StepCopy(store, step))
@@ -87,7 +87,7 @@ def from_copies(store: SyncStore, step: int | None, work: Callable[[StepCopy], T
             failure = failure or error
     if failure is not None:
         raise failure
-    return work(StepCopy(store, step))  # an empty store, of which that tells
+    return work(StepCopy(store, step))  # an empty store, which `work` reports
 
 
 class StoredStep(StepContent):
@@ -97,7 +97,7 @@ class StoredStep(StepContent):
         copy: of the step.
         part: the path of a container, such as ``model``, which is taken for the whole; names begin below it.
         keys: only the leaves under these keys or patterns.
-        progress: is told the bytes that were brought back.
+        progress: called with the bytes that were restored.
 
     Raises `NotFound`, `Corrupt` and `TierUnavailable` as `SyncStore.describe` does.
     """
@@ -131,16 +131,16 @@ class StoredStep(StepContent):
                 self._progress(array.nbytes)
 
     def folders(self) -> Iterator[tuple[Path, str]]:
-        """Where local files outside of RAM hold the step: the folder of a tier, and in it that of the step's index.
+        """The local files outside of RAM that hold the step: the folder of a tier, and the index's folder in it.
 
         The nearest tier first. What lies there may be collected or moved by the store's writer at any time.
         """
         if self.copy.lossy is not None:
-            return  # the exact step is none of it
+            return  # a lossy copy is not the exact step
         for tier in self.copy.store.tier_infos():
             if tier.survives == "process" or not self.arrays:
                 continue
-            with suppress(NotFound, Invalid, TierUnavailable):  # it does not hold the step, or is none of files
+            with suppress(NotFound, Invalid, TierUnavailable):  # it does not hold the step, or has no files
                 kvstore = self.copy.store.spec(self.info.step, self.arrays[0].key, tier.name)
                 kvstore = (kvstore["layers"][0] if "layers" in kvstore else kvstore)["kvstore"]
                 base, index = kvstore["base"], kvstore["manifest"]

@@ -22,13 +22,13 @@ __all__ = ["write_to_objects"]
 T = TypeVar("T")
 
 _CLAIM = ".tieredckpt-"
-"""Prefix of the object that an export has there while it writes."""
+"""Prefix of an export's object, which claims the place while the export writes."""
 _BLOCK = 16 << 20
 """Bytes that are compared at a time."""
 
 
 class _Digested:
-    """A file of which the digests of blocks are computed while it is written."""
+    """A file whose blocks are digested while it is written."""
 
     def __init__(self, file: Output) -> None:
         self._file = file
@@ -52,14 +52,14 @@ class _Digested:
         """See `Output`."""
 
     def end(self) -> None:
-        """The block is complete."""
+        """End the last block."""
         if self._used:
             self.blocks.append((self._used, self._digester.digest()))
             self._digester, self._used = Digester(), 0
 
 
 class _DigestedFiles:
-    """Files, and what was written to each."""
+    """Files, and the digests of the blocks that were written to each."""
 
     single = False
 
@@ -78,14 +78,14 @@ class _DigestedFiles:
 
 
 def write_to_objects(store: SyncStore, url: str, write: Callable[[Files], Digests]) -> Digests:
-    """Call ``write`` to stream files to objects below ``url``, where nothing is yet, and compare them afterwards.
+    """Call ``write`` to stream files to objects below ``url``, where none exist yet, and compare them afterwards.
 
-    The requests are made on the loop of ``store``. Of an export that fails, what was written is deleted again, until a
+    The requests are made on the loop of ``store``. After a failed export, the written objects are deleted, until a
     deletion fails too.
 
     Raises:
-        Conflict: something is there.
-        Corrupt: what was written did not come back.
+        Conflict: an object exists there.
+        Corrupt: the written bytes did not come back.
         Invalid, TierUnavailable: the place cannot be written.
     """
     streams, objects = store._run(open_place(place_of(url, "export")))
@@ -95,7 +95,8 @@ def write_to_objects(store: SyncStore, url: str, write: Callable[[Files], Digest
     try:
         store._run(_refuse_taken(objects, url))
         try:
-            # Whoever lists after both have put their claims sees both: of two exports at once one writes at most.
+            # An export that lists after both have put their claims sees both: of two exports at once, at most one
+            # writes.
             store._run(objects.put(claim, [b""]))
             store._run(_refuse_taken(objects, url, but=claim))
             digested = _DigestedFiles(files)
@@ -104,7 +105,7 @@ def write_to_objects(store: SyncStore, url: str, write: Callable[[Files], Digest
                 store._run(_compare(objects, url, name, blocks))
         except BaseException:
             files.give_up()
-            with suppress(TieredCkptError):  # a server that does not answer is not asked for each of them
+            with suppress(TieredCkptError):  # do not ask a silent server for each of them
                 for name in (*reversed(files.begun), claim):
                     store._run(objects.delete(name))
             raise

@@ -16,11 +16,11 @@ from tieredckpt.interchange.base import Format, plain
 __all__ = ["TORCH", "check_size", "load_weights", "refused"]
 
 _NAMED = re.compile(r"[^.\n]*(?:unsupported (?:global|class)|unrecognized function|can only build).*", re.IGNORECASE)
-"""What the reader of weights says of a pickle that names something else."""
+"""Errors of the weights reader for a pickle that names anything else."""
 
 
 def _read(path: Path) -> Any:
-    """What was saved to the file ``path``: tensors on the CPU, mapped from the file where its format permits it."""
+    """Read a file of `torch.save`: tensors on the CPU, mapped from the file where its format permits it."""
     if path.is_dir():
         raise Invalid(f"{path} is a folder, and torch.save writes a file; is it dcp:{path} or safetensors:{path}?")
     plain(path)
@@ -39,8 +39,9 @@ def load_weights(file: Any, *, mmap: bool = False) -> Any:
 
 
 def check_size(where: str, tree: Any, nbytes: int) -> None:
-    """Refuse what ``nbytes`` of a file make a much larger tree of: by tensors that repeat their elements, or by
-    containers that have each other many times.
+    """Refuse a tree that is much larger than its ``nbytes`` in the file.
+
+    Tensors may repeat their elements, or containers hold each other many times.
     """
     visited, waiting = 1, [tree]
     while waiting:
@@ -60,8 +61,8 @@ def check_size(where: str, tree: Any, nbytes: int) -> None:
 
 
 def refused(where: str, error: Exception) -> Invalid | Corrupt:
-    """What is wrong with a pickle that `torch.load` refuses to read as weights only."""
-    # The reader of a damaged file fails in whatever way; of one that names more than weights, it says so.
+    """The error for a pickle that `torch.load` refuses to read as weights only."""
+    # The reader fails in any way for a damaged file; for a file of more than weights, it says so.
     if isinstance(error, pickle.UnpicklingError) and (found := _NAMED.search(str(error))):
         return Invalid(
             f"{where} is more than tensors and plain values; nothing was run: {found[0].strip()[:200]} If you trust "

@@ -8,9 +8,9 @@
     manager.save(step, args=ocp.args.StandardSave(state))
     state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
 
-Arguments and options are Orbax's own classes. It takes the place of the manager, not of a handler behind it: a handler
-is given a folder to write files to, and would have no RAM, no tiers and no policies. `manager` has the calls, `items`
-what is saved for which arguments, `targets` the restore into a caller's tree, `options` the policies.
+Arguments and options are Orbax's own classes. It replaces the manager, not a handler behind it: a handler writes files
+to a given folder, without RAM, tiers and policies. `manager` has the calls, `items` maps arguments to saved values,
+`targets` restores into a caller's tree, and `options` translates the policies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Items of a step, as Orbax's arguments name them, and the tree that a store keeps of them.
 
-A step that is saved without names is its tree itself, as a training without Orbax saves it. One of several items is a
-dict of them by name, and says under `ITEMS` of which kind each is: a tree, JSON, or the files that the item's own
-handler wrote, such as the state of a data loader.
+A step without item names is its tree itself, as a training without Orbax saves it. A step of several items is a dict of
+them by name, with the kind of each under `ITEMS`: a tree, JSON, or the files that the item's own handler wrote, such as
+the state of a data loader.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def by_name(args: Any) -> dict[str, Any]:
 
 
 def tree_of(args: Any, handlers: Mapping[str, Any], notes: Mapping[str, Any]) -> Any:
-    """What a store saves for the arguments of a step, and for JSON ``notes`` of it by their keys.
+    """The tree that a store saves for the arguments of a step, and for its JSON ``notes`` by their keys.
 
     Raises `Invalid`, naming an item that cannot be saved.
     """
@@ -70,7 +70,7 @@ def _saved(name: str, args: Any, handler: Any) -> tuple[str, Any]:
 
 
 def _cast(item: Any, save_args: Any) -> Any:
-    """The item in the dtypes that its ``save_args`` name; what they say of files is of no use here."""
+    """Cast the item to the dtypes in its ``save_args``; their file settings are ignored."""
     if save_args is None:
         return item
     dtypes = {path: getattr(each, "dtype", None) for path, each in leaves_of(save_args)[0].items()}
@@ -86,7 +86,7 @@ def _astype(leaf: Any, dtype: Any) -> Any:
 
 
 def _plain(name: str, item: Any) -> Any:
-    """As JSON gives it back: keys are text, tuples are lists."""
+    """Convert as a JSON round trip does: keys become text, tuples become lists."""
     try:
         return json.loads(json.dumps(item))
     except (TypeError, ValueError) as error:
@@ -122,7 +122,7 @@ def kinds_of(stored: Any) -> dict[str, str] | None:
 
 
 def restored(store: SyncStore, step: int, stored: Any, name: str, args: Any, handler: Any) -> Any:
-    """An item of a step, as its arguments want it. Raises `NotFound` for one that the step has not."""
+    """Restore an item of a step by its arguments. Raises `NotFound` if the step does not have it."""
     kinds = kinds_of(stored)
     if name not in ({DEFAULT: "tree"} if kinds is None else kinds):
         has = ", ".join(kinds or [DEFAULT])
@@ -142,7 +142,7 @@ def restored(store: SyncStore, step: int, stored: Any, name: str, args: Any, han
 
 
 def _target(stored: Any, at: tuple[str, ...], args: Any, where: str) -> tuple[Any, bool]:
-    """What to restore into, None for as it was saved, and whether the step may have more than that."""
+    """The target to restore into (None: as saved), and whether the step may have more than it."""
     if args is None or isinstance(args, orbax_args.StandardRestore):
         return (None if args is None else args.item), False
     if isinstance(args, orbax_args.ArrayRestore):
@@ -184,7 +184,7 @@ def handlers_by_name(checkpointers: Any, item_handlers: Any) -> dict[str, Any]:
 
 
 def older_save(items: Any, save_kwargs: Any, handlers: Mapping[str, Any]) -> Any:
-    """The arguments that the older interface stands for: trees, by name where the manager has handlers by name."""
+    """Translate the older interface to arguments: trees, by name if the manager has handlers by name."""
     if items is None:
         raise Invalid("there is nothing to save; give args, such as ocp.args.StandardSave(state)")
     kwargs = save_kwargs or {}

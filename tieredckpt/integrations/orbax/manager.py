@@ -36,18 +36,18 @@ __all__ = ["CheckpointManager"]
 _log = logging.getLogger("tieredckpt")
 
 _NO_NUMBER = (str, Mapping, list, tuple, type(None))
-"""What Orbax takes for a metric besides numbers, as JSON."""
+"""Types of metrics besides numbers that Orbax stores as JSON."""
 
 
 class CheckpointManager:
     """Saves and restores steps of one or several items, as ``orbax.checkpoint.CheckpointManager`` does.
 
     Args:
-        directory: a folder or URL, which gets RAM before it and keeps what ``options`` say; or what else
-            `CheckpointStore.open` takes, such as ``"ckpt.toml"``, or a store that is open, which say it themselves.
+        directory: a folder or URL, which gets RAM before it and retains steps by ``options``; or any other argument of
+            `CheckpointStore.open`, such as ``"ckpt.toml"``, or an open store, with their own retention.
         checkpointers: None, or Orbax's by name, of which only the handlers are used.
         options: ``docs/guides/orbax.md`` has the table of what each does here.
-        metadata: None: of a root folder, which a store has not.
+        metadata: None, since a store has no root folder to describe.
         item_names: accepted; the arguments of each call name the items.
         item_handlers: for items that are neither trees nor JSON, by name.
         logger: accepted, and not used: the store logs as ``tieredckpt``, and emits events.
@@ -75,7 +75,7 @@ class CheckpointManager:
         source = config_for(directory, self._options)
         read_only = self._options.read_only
         self.store: SyncStore = CheckpointStore.open_sync(source, read_only=read_only) if self._opened else source
-        """What keeps the steps: ``manager.store.where(step)`` tells the tiers that have one."""
+        """The store that keeps the steps: ``manager.store.where(step)`` lists the tiers that have one."""
         durable = durable_tier(self.store)
         self._tier = None if durable is None else durable.name
         self._directory = epath.Path("" if durable is None else durable.location)
@@ -84,14 +84,14 @@ class CheckpointManager:
         """The step that was restored last, until one is saved."""
         self._steps: list[Known] = []
         self._saved: Known | None = None
-        """The step that this manager saved last. All processes know it at once, and list it one after the other."""
+        """The step that this manager saved last. All processes know it at once, but list it at different times."""
         self.reload()
 
     # -- what there is ------------------------------------------------------------------------------------
 
     @property
     def directory(self) -> epath.Path:
-        """Where the nearest tier lies that outlives the process. It has no folder for each step."""
+        """Place of the nearest tier that outlives the process. It has no folder for each step."""
         return self._directory
 
     def all_steps(self, read: bool = False) -> list[int]:
@@ -113,15 +113,15 @@ class CheckpointManager:
         return max(found)[1] if found else None
 
     def reload(self) -> None:
-        """Look again at the steps, which another process may have saved."""
-        # Without a tier a step has lossy copies alone, which no method of Orbax asks for.
+        """Read the list of steps again, since another process may have saved some."""
+        # A step without a tier has only lossy copies, which no method of Orbax uses.
         found = {info.step: _known(info) for info in self.store.steps() if info.tiers and not info.off_branch}
         self._steps = [found[step] for step in sorted(found)]
         if self._saved is not None and self._saved.step in found:
             self._saved = None
 
     def metrics(self, step: int) -> dict[str, Any] | None:
-        """What was given to `save` as metrics, without ``best_fn`` its numbers; None for a step without."""
+        """The metrics that were given to `save`, without ``best_fn`` only numbers; None for a step without metrics."""
         known = _known(self._info(step))
         others = {} if known.best is None else self._specs(step)[METRICS]
         return {**(known.metrics or {}), **others} or None
@@ -136,7 +136,7 @@ class CheckpointManager:
         return orbax_args.Composite(**found)
 
     def metadata(self, step: int | None = None) -> Any:
-        """What is known of a step besides its values; nothing without one, of a root folder."""
+        """Metadata of a step without its values; an empty root metadata without a step."""
         if step is None:
             return orbax_metadata.RootMetadata()
         stored, info = self._specs(step), self._info(step)
@@ -161,9 +161,9 @@ class CheckpointManager:
     # -- saving -------------------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether the options say that this step is to be saved: never one that is not above the newest.
+        """Whether the options want this step saved; never for a step number up to the newest.
 
-        After an older step was restored, those that follow it count anew: they are another branch.
+        After an older step was restored, later steps are ignored: they are another branch.
         """
         if self._options.read_only:
             return False
@@ -192,7 +192,7 @@ class CheckpointManager:
     ) -> bool:
         """Copy a step into RAM, if it is due; on return the state may be changed or donated.
 
-        It is written to the slower tiers behind the training. A tier that fails does not stop the training: it is a
+        It is promoted to slower tiers in the background. A tier that fails does not stop the training: the failure is a
         warning here, and `check_for_errors` and `wait_until_finished` raise it.
 
         Args:
@@ -234,14 +234,14 @@ class CheckpointManager:
         return True
 
     def _measured(self, step: int, metrics: Any) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
-        """The metrics for the store, which are numbers, and those that are other JSON."""
+        """The metrics for the store, which are numbers, and the other JSON metrics."""
         if metrics is None and self._best is not None:
             _log.warning("step %s has no metrics for best_fn: it is kept while it is the newest", step)
         if not isinstance(metrics, Mapping):
             return metrics, {}
         others = {name: value for name, value in metrics.items() if isinstance(value, _NO_NUMBER)}
         numbers = {name: value for name, value in metrics.items() if name not in others}
-        if self._best is None:  # without which Orbax stores no metrics
+        if self._best is None:  # Orbax stores no metrics without it
             return numbers, {}
         more = {MORE: len(others)} if others else {}
         return {**numbers, BEST: self._value(metrics), **more}, others
@@ -256,7 +256,7 @@ class CheckpointManager:
         return bool(self._pending)
 
     def wait_until_finished(self) -> None:
-        """Return when all saved steps are on the nearest tier that outlives the process; raises what keeps one off."""
+        """Wait until all saved steps are on the nearest tier that outlives the process; raises what prevents it."""
         pending, self._pending = self._pending, []
         for at, saved in enumerate(pending):
             try:
@@ -266,7 +266,7 @@ class CheckpointManager:
                 raise
 
     def check_for_errors(self) -> None:
-        """Raise what keeps a saved step from the nearest tier that outlives the process, without waiting for it."""
+        """Raise the error that keeps a saved step from the nearest tier that outlives the process; does not wait."""
         if not self.is_saving_in_progress():
             return
         problem = next((tier for tier in self.store.tier_infos() if tier.name == self._tier and not tier.healthy), None)
@@ -274,7 +274,7 @@ class CheckpointManager:
             raise TierUnavailable(f"step {self._pending[0].step} is not on tier {problem.name!r}: {problem.problem}")
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether the machine is about to be taken, as JAX says; then the newest step is promoted at once."""
+        """Whether the machine is about to be preempted, by JAX; if so, the newest step is promoted at once."""
         reached = bool(multihost.reached_preemption(step))
         if reached:
             self.store.signal("preempt")
@@ -302,14 +302,14 @@ class CheckpointManager:
         directory: Any = None,
         args: Any = None,
     ) -> Any:
-        """Bring a step back; every chunk is verified, and the next save continues from here.
+        """Restore a step; every chunk is verified, and the next save continues from it.
 
         Args:
             step: which; None for the newest.
             items, restore_kwargs: of Orbax's older interface: a target, or targets by name.
             directory: None, or that of the manager; import what lies elsewhere first.
             args: ``StandardRestore``, ``PyTreeRestore``, ``JsonRestore`` and others, or a ``Composite`` by name.
-                Without them all items come as they were saved.
+                Without them all items are restored as they were saved.
 
         Returns:
             The item; a ``Composite`` where the step has several, or ``args`` is one.
@@ -335,7 +335,7 @@ class CheckpointManager:
             name: restored(self.store, number, stored, name, each, self._handler(name, each))
             for name, each in wanted.items()
         }
-        if not self._options.read_only:  # only now: after a restore that failed, the training goes on as it was
+        if not self._options.read_only:  # only now: after a failed restore the training goes on as before
             self._specs(number, resume=True)
         self._resumed, self._saved = number, None
         several = isinstance(args, orbax_args.Composite) or (args is None and kinds not in (None, {DEFAULT: "tree"}))
@@ -365,7 +365,7 @@ class CheckpointManager:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._opened:  # what the block raised is not to be hidden by what a tier raises
+        elif self._opened:  # the error of the block must not be hidden by that of a tier
             self.store.close()
 
 
@@ -376,7 +376,7 @@ def _known(info: StepInfo) -> Known:
 
 
 def _described(node: Any, path: tuple[str, ...]) -> Any:
-    """A tree with what Orbax has for metadata of each array."""
+    """The tree with Orbax's metadata in place of each array."""
     if isinstance(node, dict):
         return {key: _described(value, (*path, str(key))) for key, value in node.items()}
     if isinstance(node, list | tuple):

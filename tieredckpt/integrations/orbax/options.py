@@ -1,4 +1,4 @@
-"""Orbax's options: when a save is due, Orbax's policies decide; what is kept becomes a policy of the store."""
+"""Translate Orbax's options: Orbax's policies decide when a save is due; retention becomes a policy of the store."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["BEST", "MORE", "Known", "best_fn", "config_for", "due_policy", "is_p
 _log = logging.getLogger("tieredckpt")
 
 BEST = "orbax_best"
-"""The metric that holds what ``best_fn`` says of a step's metrics: policies are values, and run no function."""
+"""The metric that holds the result of ``best_fn`` for a step: policies are values, and run no function."""
 
 MORE = "orbax_more"
-"""The metric of a step that has metrics which are no numbers: those lie in its tree."""
+"""The metric of a step with metrics that are not numbers: those lie in its tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class Known:
     step: int
     time: dt.datetime
     metrics: Mapping[str, Any] | None
-    """Those that are numbers."""
+    """The metrics that are numbers."""
     best: float | None = None
-    """What ``best_fn`` said when the step was saved, where it has other metrics besides."""
+    """Result of ``best_fn`` at the save, for a step with metrics that are not numbers."""
 
 
 def is_place(directory: Any) -> bool:
-    """Whether the manager's directory is a plain folder or URL, of which its options make the configuration."""
+    """Whether the manager's directory is a plain folder or URL, which the options configure."""
     return isinstance(directory, str | os.PathLike) and not os.fspath(directory).endswith(".toml")
 
 
 def config_for(directory: Any, options: CheckpointManagerOptions) -> Any:
-    """What `CheckpointStore.open` takes: the options decide what a plain folder or URL keeps, and nothing elsewhere."""
+    """The argument of `CheckpointStore.open`: the options decide what a plain folder or URL keeps, and nothing else."""
     retain = _retention(options)
     if not is_place(directory):
         if retain != {"kind": "all"}:
@@ -83,7 +83,7 @@ def _retention(options: CheckpointManagerOptions) -> dict[str, Any]:
 
 
 def _preserved(policy: Any) -> dict[str, Any]:
-    """A policy of Orbax's as the settings of one of ours."""
+    """Translate a policy of Orbax to the settings of one of ours."""
     everything = {"kind": "all"}
     if isinstance(policy, policies.AnyPreservationPolicy):
         found = [_preserved(each) for each in policy.policies]
@@ -106,7 +106,7 @@ def _preserved(policy: Any) -> dict[str, Any]:
 
 
 def best_fn(options: CheckpointManagerOptions) -> tuple[Callable[[Any], float] | None, bool]:
-    """What tells the value of a step's metrics, and whether a lower one is better."""
+    """The function that rates a step's metrics, and whether lower is better."""
     found = [options.preservation_policy, *getattr(options.preservation_policy, "policies", [])]
     for policy in found:
         if isinstance(policy, policies.BestN):
@@ -125,7 +125,7 @@ class _Function:
 
 
 def due_policy(options: CheckpointManagerOptions) -> Any:
-    """When a save is due, as a policy of Orbax's."""
+    """The policy of Orbax that decides when a save is due."""
     if options.save_decision_policy is not None:
         return options.save_decision_policy
     found: list[Any] = [policies.PreemptionCheckpointingPolicy()]

@@ -16,9 +16,9 @@ class Pending:
     """A save, and whether it is still on its way.
 
     Args:
-        store: that has it.
+        store: of the save.
         saved: what its `SyncStore.save` returned.
-        tier: where it is to come.
+        tier: that it has to reach.
     """
 
     def __init__(self, store: SyncStore, saved: SyncCheckpoint, tier: str) -> None:
@@ -31,7 +31,7 @@ class Pending:
         return self._saved.step
 
     def wait(self) -> None:
-        """Return when it is there, or is not going to be; raises what keeps it off."""
+        """Wait until the save is on its tier, or will never be; raises the error that prevents it."""
         try:
             self._saved.reached(self._tier)
         except NotFound as error:  # a policy does not want it there, or it has left again
@@ -39,14 +39,14 @@ class Pending:
             _log.debug("step %s is not waited for: %s", self.step, error)
 
     def is_over(self) -> bool:
-        """Whether it is there, or is not going to be, as far as that is known without waiting."""
+        """Whether the save is on its tier, or will never be, as far as is known without waiting."""
         try:
             if self._unwanted or self._tier in self._store.where(self.step):
                 return True
         except NotFound:
             return True
         if self._watching is None or not self._watching.is_alive():
-            # That a policy does not want a step there, only who waits for it is told.
+            # Only a waiting caller learns that a policy does not want a step there.
             self._watching = threading.Thread(target=self._watch, name=f"step {self.step}", daemon=True)
             self._watching.start()
         return False

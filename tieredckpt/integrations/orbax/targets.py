@@ -1,8 +1,8 @@
-"""Restores into the tree that a caller of Orbax gives: leaf by leaf by its path, whatever containers the step has.
+"""Restores into the tree of an Orbax caller, leaf by leaf by path, whatever containers the step has.
 
-Orbax knows a tree by the names on its paths alone, so a step with dicts fits a target with named tuples, and an array
-is cast to the dtype of its target. The store has the shape, dtype and containers as they were saved: here each leaf
-gets what it is to become in the containers of the step, and the caller's containers are filled with what comes back.
+Orbax identifies leaves only by the names on their paths, so a step with dicts fits a target with named tuples, and an
+array is cast to the dtype of its target. The store keeps shapes, dtypes and containers as saved. So each target is
+placed in the containers of the step for the restore, and the caller's containers are filled with the results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MISSING = object()
 
 
 def leaves_of(tree: Any) -> tuple[dict[Path, Any], Any]:
-    """The leaves of a tree by the names on their paths, and what makes the tree again of as many others."""
+    """The leaves of a tree by the names on their paths, and a structure that makes the tree again of other leaves."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return {tuple(map(_name, path)): leaf for path, leaf in found}, treedef
 
@@ -39,12 +39,12 @@ def _name(entry: Any) -> str:
 
 
 def restore_into(store: SyncStore, step: int, stored: Any, at: Path, target: Any, *, partial: bool, where: str) -> Any:
-    """What the step has below ``at``, in the containers and kinds of arrays of ``target``.
+    """Restore the part of the step below ``at`` in the containers and kinds of arrays of ``target``.
 
     Args:
         stored: the tree of the step, with an `ArraySpec` for each array.
         partial: the step may have more than the target.
-        where: what it is called in errors.
+        where: its name in errors.
 
     Raises `Invalid`, naming leaves, where the target has other names or shapes than the step.
     """
@@ -71,7 +71,7 @@ def restore_into(store: SyncStore, step: int, stored: Any, at: Path, target: Any
 
 
 def restore_saved(store: SyncStore, step: int, stored: Any, at: Path) -> Any:
-    """What the step has below ``at``, in plain containers, each array of the kind that was saved."""
+    """Restore the part of the step below ``at`` in plain containers, each array of its saved kind."""
     below = _below(stored, at)
     leaves = _stored_leaves(below, ())
     _tell_of_unplaced(f"step {step}", (_kind(leaf) == "jax" for _, leaf in leaves))
@@ -88,7 +88,7 @@ def _filled(node: Any, path: Path, arrays: Mapping[Path, Any]) -> Any:
 
 
 def with_restore_args(stored: Any, at: Path, item: Any, restore_args: Any) -> Any:
-    """The target that ``item`` and the `RestoreArgs` for its leaves stand for; either may be None, and not both."""
+    """The target for ``item`` and the `RestoreArgs` of its leaves; one of them may be None."""
     args, treedef = leaves_of(item if restore_args is None else restore_args)
     items = {} if item is None else leaves_of(item)[0]
     has = dict(_stored_leaves(_below(stored, at), ()))
@@ -104,7 +104,7 @@ def _is_place(leaf: Any, stored: Any) -> bool:
 
 
 def _target(item: Any, arg: Any, stored: Any) -> Any:
-    """The target of a leaf that a `RestoreArgs` describes; what it leaves open is as the item has it, or the step."""
+    """The target of a leaf that a `RestoreArgs` describes; open settings come from the item, or from the step."""
     kind: Any = getattr(arg, "restore_type", None)
     if item is ... or _is_key(item):
         return item
@@ -142,7 +142,7 @@ def _differences(missing: Sequence[Path], extra: Sequence[Path]) -> list[str]:
 
 
 def _read(store: SyncStore, step: int, stored: Any, likes: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The arrays of a step at these paths, each as its example has it."""
+    """Restore the arrays of a step at these paths, each like its example."""
     if not likes:
         return {}
     every = all(path in likes for path, leaf in _stored_leaves(stored, ()) if isinstance(leaf, ArraySpec))
@@ -154,7 +154,7 @@ def _read(store: SyncStore, step: int, stored: Any, likes: Mapping[Path, Any]) -
 
 
 def _examples(node: Any, path: Path, likes: Mapping[Path, Any], keys: list[str], *, whole: bool) -> Any:
-    """The part of a stored tree that is read: an example for each array, nothing for the rest where not all is."""
+    """The part of a stored tree to read: an example for each array, and nothing for the rest unless all is read."""
     if isinstance(node, ArraySpec) and path in likes:
         keys.append(node.key)
         return likes[path]
@@ -180,7 +180,7 @@ def _below(tree: Any, path: Path) -> Any:
 
 
 def _stored_leaves(tree: Any, path: Path) -> list[tuple[Path, Any]]:
-    """The leaves of a tree in the plain containers of a step; the empty ones are none."""
+    """The leaves of a stored tree, without empty containers."""
     if isinstance(tree, dict):
         return [leaf for key, value in tree.items() for leaf in _stored_leaves(value, (*path, str(key)))]
     if isinstance(tree, list | tuple):
@@ -198,11 +198,11 @@ class _Wanted:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     sharding: Any
-    """Of JAX; None for one that is uncommitted on the default device."""
+    """Sharding of JAX; None for an uncommitted array on the default device."""
 
 
 def _settled(where: str, target: Any, stored: Any) -> Any:
-    """The target of a leaf with what it leaves open: the devices of its mesh, and whether it is an array of NumPy."""
+    """Complete the target of a leaf: the devices of its mesh, and whether it is a NumPy array."""
     if _is_abstract(target):
         as_numpy = (_kind(stored) or "").startswith("numpy")
         return _numpy(tuple(target.shape), np.dtype(target.dtype)) if as_numpy else target
@@ -229,7 +229,7 @@ def _kind(stored: Any) -> str | None:
 
 
 def _tell_of_unplaced(where: str, unplaced: Iterable[bool]) -> None:
-    """Warn of JAX arrays without a sharding, where Orbax takes that which it stored beside an array."""
+    """Warn of JAX arrays without a sharding, for which Orbax would use the sharding that it stored."""
     if (devices := jax.device_count()) > 1 and (count := sum(unplaced)):
         _log.warning(
             "%s: %d arrays have no sharding in the target, and come onto one of %d devices: a store does not keep the "
@@ -239,7 +239,7 @@ def _tell_of_unplaced(where: str, unplaced: Iterable[bool]) -> None:
 
 
 def _like(where: str, spec: ArraySpec, target: Any) -> Any:
-    """The example that makes the store restore an array for this target: of the stored dtype, where it can be."""
+    """The example with which the store restores an array for this target: of the stored dtype, if possible."""
     if _is_key(target):
         if spec.prng is None:
             raise Invalid(f"{where} is a PRNG key in the target, and the step has an array")
@@ -287,7 +287,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _as_target(where: str, value: Any, target: Any) -> Any:
-    """A restored leaf as the kind of value that the target is."""
+    """Convert a restored leaf to the kind of its target."""
     if target is AS_SAVED or _is_key(target):
         return value
     if _is_key(value):
@@ -308,7 +308,7 @@ def _as_target(where: str, value: Any, target: Any) -> Any:
 
 
 def fill(value: Any, dtype: Any, sharding: Any) -> jax.Array:
-    """An array as one of JAX, of that dtype and sharding."""
+    """Convert an array to a JAX array of that dtype and sharding."""
     if isinstance(value, jax.Array) and value.dtype == dtype:
         return value
     if isinstance(value, jax.Array):
