@@ -1,1 +1,1 @@
-"""What a configuration will do before it runs: figures by formula, and a simulation that asks its very policies."""
+"""Predict what a configuration will do: figures by formula, and a simulation that uses its own policies."""

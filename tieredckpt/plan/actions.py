@@ -1,4 +1,4 @@
-"""What happens to steps in a simulation, as it is reported."""
+"""Actions on steps in a simulation, for reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ What = Literal["saved", "skipped", "promoted", "evicted", "restored"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that happened to a step, and on which tier."""
+    """One action on a step, and its tier."""
 
     at: float
     what: What

@@ -1,8 +1,8 @@
-"""What a plan or a simulation takes where nobody says better, and why.
+"""Default assumptions of a plan or a simulation, and their sources.
 
-The figures of machines are those of one published training, so that they fit each other: A. Grattafiori et al.,
-"The Llama 3 Herd of Models", 2024, arXiv:2407.21783, section 3.3. It ran on 16,384 GPUs, eight a node; had 419
-unexpected interruptions in 54 days; stored up to 4 GB of state per GPU; on a file system that took 2 TB/s.
+The figures of machines are from one published training, so that they fit each other: A. Grattafiori et al., "The Llama
+3 Herd of Models", 2024, arXiv:2407.21783, section 3.3. It ran on 16,384 GPUs, eight per node, had 419 unexpected
+interruptions in 54 days, and stored up to 4 GB of state per GPU on a file system that took 2 TB/s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATE_OF_A_NODE = 8 * 4 * 10**9
 """Bytes."""
 
 COPY_OF_A_NODE, MEDIUM_OF_A_NODE, NETWORK_OF_A_NODE = 5e9, 2e9, 10e9
-"""Bytes a second: what one node copies in memory, writes to its own medium, and sends."""
+"""Bytes a second that one node copies in memory, writes to its own medium, and sends."""
 
 SHARED_BY_A_NODE, SHARED_AT_MOST = 1e9, 2e12
 """Bytes a second of a file system or object store that all nodes use: 1 GB/s for each node, 2 TB/s for all."""
@@ -47,10 +47,10 @@ SHARED_BY_A_NODE, SHARED_AT_MOST = 1e9, 2e12
 
 @dataclass(frozen=True, slots=True)
 class CodecFigures:
-    """A codec on one core."""
+    """Figures of a codec on one core."""
 
     share: float
-    """Of a state's bytes that is stored."""
+    """Share of a state's bytes that is stored."""
     encode: float
     """Bytes of the state a second, compressed, decompressed and compared."""
     decode: float
@@ -66,19 +66,19 @@ CODECS: Final = {
 virtual cores of an AMD EPYC (Zen 5); `docs/explanation/performance-log.md` has the runs."""
 
 ROUNDING = 0.7e9
-"""Bytes of the state a second that one core rounds for a tier with lossy rules: once to digest and once to write."""
+"""Bytes of the state a second that one core rounds for a lossy tier: once for the digests and once for the writes."""
 
 _EXPONENTS = {"fast": 4.9, "small": 3.7}
-"""Bits that a codec makes of sign and exponent of a value; the bits of the mantissa that are kept come beside them."""
+"""Bits to which a codec compresses sign and exponent of a value; the kept bits of the mantissa come on top."""
 _WEIGHTS_16 = 10.9
-"""Bits that are left of weights in bfloat16."""
+"""Bits of a compressed bfloat16 weight."""
 
 
 def lossy_share(codec: str, kept_bits: int) -> float:
-    """Of a state's bytes that a tier stores which keeps so many bits of every mantissa.
+    """The share of a state's bytes that a tier stores if it keeps so many bits of every mantissa.
 
-    Of such a state in mixed precision: 16-bit weights, and weights and two moments in 32 bits. Without a codec the
-    zeros at the ends of mantissas take as many bytes as before.
+    This holds for a state in mixed precision: 16-bit weights, and weights and two moments in 32 bits. Without a codec
+    the zeros at the ends of mantissas take as many bytes as before.
     """
     share = CODECS[codec].share
     if codec not in _EXPONENTS:
@@ -88,22 +88,22 @@ def lossy_share(codec: str, kept_bits: int) -> float:
 
 
 def rounded_share(codec: str, kept_bits: int, of: int) -> float:
-    """As `lossy_share`, of values of so many bits."""
+    """As `lossy_share`, for values of so many bits."""
     share = CODECS[codec].share
     return share if codec not in _EXPONENTS else min(share, (kept_bits + _EXPONENTS[codec]) / of)
 
 
 MAGNITUDE = 0.02
-"""The size of the values to which an absolute bound applies: that of the weights of transformers. Adam's moments are
-smaller, and take fewer bits."""
+"""Assumed size of values under an absolute bound: that of weights of transformers. Adam's moments are smaller, and take
+fewer bits."""
 
 DROPPED = 8 / 14
-"""Of such a state, what a rule drops of which it is not known which arrays it means: the two moments."""
+"""Share of such a state that a rule with ``drop`` drops if its arrays are unknown: the two moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """One input that nobody gave."""
+    """An input that was not given."""
 
     what: str
     value: str

@@ -1,4 +1,4 @@
-"""When the machines of a job fail: all nodes together, for the superposition of their failures is exponential too."""
+"""Failures of a job's machines: one process for all nodes, as the superposition of their failures is exponential."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Failure:
 
 
 def failures(mtbf: Mapping[Kind, float], rng: random.Random) -> Iterator[Failure]:
-    """Failures without end, in their order; none where the mapping is empty.
+    """Endless failures, in order; none if the mapping is empty.
 
     Independent failures of any number of nodes at constant rates are one Poisson process of the sum of the
     rates, so that a job of 131,072 nodes costs no more than one of a single node.
@@ -35,6 +35,6 @@ def failures(mtbf: Mapping[Kind, float], rng: random.Random) -> Iterator[Failure
 
 
 def outages(mtbf: float, repair: float, rng: random.Random) -> Iterator[tuple[float, float]]:
-    """How long a tier works, and how long it is then away, over and over."""
+    """Endless pairs: how long a tier works, and how long it is then away."""
     while math.isfinite(mtbf):
         yield rng.expovariate(1 / mtbf), rng.expovariate(1 / repair)

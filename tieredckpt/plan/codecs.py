@@ -1,4 +1,4 @@
-"""What a tier gains by a codec at its speed."""
+"""The gain of each codec on a tier, given the tier's speed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["CodecGain", "gains"]
 
 @dataclass(frozen=True, slots=True)
 class CodecGain:
-    """What one codec does for one tier."""
+    """The effect of one codec on one tier."""
 
     tier: str
     codec: str
     chosen: bool
-    """The configuration says so."""
+    """Whether the configuration chooses it."""
     nbytes: int
-    """That a step adds on the tier."""
+    """Bytes that a step adds on the tier."""
     cpu_seconds: float
-    """Of all nodes, to compress one step."""
+    """Processor time of all nodes to compress one step."""
     seconds: float
-    """To promote one step."""
+    """Time to promote one step."""
     saves_time_below: float
-    """Bytes a second of the tier as a whole, below which a promotion takes less time than without a codec; 0 for none,
-    and for a codec that saves nothing."""
+    """Speed of the whole tier, in bytes a second, below which the codec shortens a promotion; 0 if there is none, and
+    for a codec that saves nothing."""
 
 
 def gains(scenario: Scenario) -> tuple[CodecGain, ...]:

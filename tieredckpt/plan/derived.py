@@ -1,4 +1,4 @@
-"""The tiers of lossy copies in a world: each has its own, derived from the exact steps, as in the engine."""
+"""Worlds of lossy tiers: each tier has its own world, derived from the exact steps, as in the engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["DerivedWorld", "derive"]
 
 
 class DerivedWorld(World):
-    """The derived steps of one tier, which is the last of its tiers, behind those that it is derived from."""
+    """The derived steps of one lossy tier, which is its last tier, behind the tiers that it is derived from."""
 
     def __init__(self, exact: World, rung: Rung, clock: Callable[[], float], tell: Callable[[Action], None]) -> None:
         place = [tier.name for tier in exact.config.tiers].index
-        # Of several nodes no RAM has a whole step.
+        # With several nodes, no RAM has a whole step.
         sources = (tier for tier in exact.rungs if exact.scenario.nodes == 1 or not tier.rung.ram)
         nearer = [tier for tier in sources if place(tier.name) < place(rung.name)]
         own = WorldTier(rung, len(nearer), exact.scenario)
@@ -27,7 +27,7 @@ class DerivedWorld(World):
         self.branch, self.observation = exact.branch, exact.observation
 
     def answers_again(self, tier: WorldTier) -> None:
-        """As of the world; no training goes on from what lies there."""
+        """As `World.answers_again`, but a training never resumes from these steps."""
         tier.down = False
         tier.steps.held.update(tier.unseen)
         tier.unseen = {}
@@ -35,7 +35,7 @@ class DerivedWorld(World):
 
 
 def derive(world: World, clock: Callable[[], float], tell: Callable[[Action], None]) -> tuple[DerivedWorld, ...]:
-    """A world for each tier of lossy copies; from now on, what they are to derive waits for them in the exact one."""
+    """A world for each lossy tier; from now on, exact steps wait in ``world`` until these are derived."""
     found = tuple(DerivedWorld(world, rung, clock, tell) for rung in world.scenario.derived)
     world.derivations = found
     return found

@@ -1,4 +1,4 @@
-"""What a simulation counts, and the figures that it ends with."""
+"""Counters of a simulation, and its final figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 __all__ = ["CollectiveRestores", "Figures", "Ledger", "Phase", "TierFigures"]
 
 Phase = Literal["train", "stall", "restart", "restore"]
-"""What the job does at a time: it trains, waits for a save, for its trainers to run again, or for its state."""
+"""Activity of the job: it trains, waits for a save, for its trainers to run again, or for its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class CollectiveRestores:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How a training went. Times are in seconds; the five parts of the total sum up to it."""
+    """Result of a simulated training. Times are in seconds; the five parts of the total sum up to it."""
 
     ettr: float
     total: float
     productive: float
     lost: float
-    """Trained, and thrown back by failures."""
+    """Trained time that failures threw back."""
     stalls: float
     restarts: float
     restoring: float
@@ -55,7 +55,7 @@ class Figures:
     from_nothing: int
     """Failures after which no step was left."""
     lost_mean: float
-    """Of one failure."""
+    """Mean lost time of one failure."""
     lost_most: float
     saves: int
     skipped: int

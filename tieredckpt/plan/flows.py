@@ -1,4 +1,4 @@
-"""Bytes on their way through tiers that several transfers share: max-min fair, in simulated time."""
+"""Transfers that share tiers: max-min fair rates, in simulated time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import simpy
 __all__ = ["Flows", "Lane"]
 
 _DONE = 1e-6
-"""Bytes; what is left of a transfer by rounding."""
+"""Bytes; a smaller remainder of a transfer is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Flows:
     def move(
         self, nbytes: float, lanes: Sequence[Lane], limit: float = math.inf
     ) -> Generator[simpy.Event, object, None]:
-        """Take as long as ``nbytes`` take through all lanes at once; may be interrupted."""
+        """Wait as long as ``nbytes`` take through all lanes at once; may be interrupted."""
         flow = _Flow(tuple(lanes), nbytes, self.env.event(), limit=limit)
         self._advance()
         self._flows.append(flow)
@@ -62,12 +62,12 @@ class Flows:
         self._since = self.env.now
         for flow in self._flows:
             flow.left -= flow.rate * passed
-            # What takes less than the clock can tell is done.
+            # A remainder that takes less than the clock's resolution is done.
             if flow.left <= flow.rate * max(1e-9, 4e-16 * self.env.now):
                 flow.left = 0.0
 
     def _share(self, but: _Flow) -> None:
-        """Fill all rates evenly until a device is busy, then the others; who has another rate now is woken."""
+        """Raise all rates evenly until a device is busy, then the others'; wake flows whose rate changes."""
         open_flows = list(self._flows)
         room = {lane.device: 1.0 for flow in open_flows for lane in flow.lanes}
         while open_flows:

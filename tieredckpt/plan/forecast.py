@@ -21,14 +21,14 @@ class TierForecast:
     period: float
     lag: float
     steps: int
-    """The most that lie here; up to the end of what was looked at where they are ``growing``."""
+    """Most steps held here; for a ``growing`` tier, up to the end of the rollout."""
     growing: bool
     nbytes: int
     capacity: int | None
     rate: float
     """Bytes a second that it writes."""
     assumed: bool
-    """Nobody said how fast it is."""
+    """Whether its speed is assumed."""
     busy: float
     """Share of the time for which it is written to."""
     restore: float
@@ -42,9 +42,9 @@ class Loss:
     kind: Kind
     mtbf: float
     tier: str | None
-    """Where the training returns from; None where nothing survives."""
+    """The tier that the training resumes from; None if nothing survives."""
     mean: float
-    """Seconds of training that are thrown back."""
+    """Mean seconds of training that are thrown back."""
     worst: float
     restart: float
     """Seconds until training goes on from there."""
@@ -64,16 +64,16 @@ class Forecast:
     mtbf: float
     ettr: float
     young: float
-    """For this stall and MTBF."""
+    """Young's best interval for this stall and MTBF."""
     daly: float
     saved_by_dedupe: float
     """Share of the bytes that a second save does not write."""
     seconds: float
-    """Of training, which the policies were asked about."""
+    """Seconds of training that were rolled out."""
 
 
 def forecast(scenario: Scenario) -> Forecast:
-    """Roll the policies out, and put the pace into the formulas. Raises `Invalid` when no tier can take a save."""
+    """Roll out the policies, and apply the formulas to the pace. Raises `Invalid` when no tier can take a save."""
     seen = pace(scenario)
     losses = tuple(_loss(scenario, seen, kind) for kind in KINDS)
     risks = [_risk(scenario, seen, loss) for loss in losses if math.isfinite(loss.mtbf)]

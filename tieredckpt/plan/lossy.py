@@ -1,4 +1,4 @@
-"""What the lossy rules of a tier leave of a state: of the arrays of a step where there is one, else as is assumed."""
+"""The share of a state that a tier's lossy rules keep: from the arrays of a step, or from assumptions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class Kept:
 
     exact: float = 0.0
     rounded: Mapping[tuple[int, int], float] | None = None
-    """By the bits of the mantissa that are kept, and the bits of a value; the latter are 0 for a whole state in mixed
-    precision."""
+    """By kept bits of the mantissa, and bits of a value; the latter are 0 for a whole state in mixed precision."""
     dropped: float = 0.0
 
     def share(self, codec: str) -> float:
-        """Of the state's bytes, those that are stored."""
+        """Share of the state's bytes that is stored."""
         found = self.exact * CODECS[codec].share
         for (bits, of), part in (self.rounded or {}).items():
             found += part * (rounded_share(codec, bits, of) if of else lossy_share(codec, bits))
@@ -43,13 +42,14 @@ class Kept:
 
 
 EXACT = Kept(exact=1.0)
-"""What a tier without rules has."""
+"""The result for a tier without rules."""
 
 
 def kept_by(tier: TierConfig, arrays: Sequence[ArrayInfo] | None = None) -> Kept:
-    """What a tier's rules leave of a step with these arrays; of an unknown state where there are none.
+    """Shares that a tier's rules keep of a step with these arrays, or of an unknown state if there are none.
 
-    Of that, the strictest bound of the tier counts for all that is not dropped, and to drop means `DROPPED`.
+    For an unknown state, the strictest bound of the tier counts for everything that is not dropped, and ``drop`` means
+    `DROPPED`.
     """
     if not tier.lossy:
         return EXACT
@@ -82,5 +82,5 @@ def _of_arrays(tier: TierConfig, arrays: Sequence[ArrayInfo]) -> Kept:
 
 
 def _bits(bound: Bound) -> int:
-    """Bits of the mantissa that a bound leaves; of an absolute one, those of values of the size `MAGNITUDE`."""
+    """Mantissa bits that a bound keeps; for an absolute bound, those of values of the size `MAGNITUDE`."""
     return max(0, math.ceil(math.log2(MAGNITUDE / bound.most)) - 1) if bound.absolute else bound.kept_bits

@@ -1,4 +1,4 @@
-"""Measures here what a plan needs to know: how fast memory is copied, and how fast a tier is written and read."""
+"""Measure the inputs of a plan on this machine: the speed of memory copies, and of a tier's writes and reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measure_copy(nbytes: int) -> float:
 
 
 async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
-    """Bytes a second at which one object of ``nbytes`` is written to the tier and read; nothing is left there.
+    """Bytes a second at which one object of ``nbytes`` is written to the tier and read; the object is deleted again.
 
     Raises:
         TieredCkptError: what is wrong with the tier.

@@ -1,4 +1,4 @@
-"""Formulas of checkpointing under failures: the best interval, the work that is lost, the share that is productive.
+"""Formulas of checkpointing under failures: best interval, lost work, and productive share of the time.
 
 Times are in seconds. Failures are exponential. ETTR, the effective training time ratio, is productive time
 over total time.
@@ -18,7 +18,7 @@ __all__ = ["Risk", "daly", "ettr", "lost_work", "young"]
 
 @dataclass(frozen=True, slots=True)
 class Risk:
-    """Failures of one kind, and what a training has to return from."""
+    """Failures of one kind, and the step that a training resumes from."""
 
     mtbf: float
     """Of the whole job, by this kind alone; infinite where it does not occur."""
@@ -46,9 +46,8 @@ def daly(stall: float, mtbf: float) -> float:
 def lost_work(risk: Risk) -> float:
     """Mean time that a failure throws back: to the save of the newest step that survives, or to the start.
 
-    Between failures a step is saved every ``period`` and lies on the surviving tier after ``lag``. Of a failure
-    at the time t nothing is kept while t is shorter than the lag; later, the time since the save is the lag and
-    what has passed of the period.
+    Between failures a step is saved every ``period`` and lies on the surviving tier after ``lag``. A failure at a time
+    below the lag loses everything; a later one loses the lag and the elapsed part of the period.
     """
     if math.isinf(risk.mtbf):
         return 0.0
@@ -67,13 +66,13 @@ def _within(period: float, mtbf: float) -> float:
 def ettr(interval: float, stall: float, risks: Sequence[Risk]) -> float:
     """Expected share of productive time, from 0 to 1.
 
-    For one kind of failure and no lag this is Daly's exact expression, τ / (M·exp(R/M)·(exp((τ+C)/M) - 1)) with
-    the interval τ, the stall C, the MTBF M and the restart R. Several kinds are added to first order: the work
-    that one throws back is taken not to have been thrown back by another before.
+    For one kind of failure and no lag this is Daly's exact expression, τ / (M·exp(R/M)·(exp((τ+C)/M) - 1)) with the
+    interval τ, the stall C, the MTBF M and the restart R. Several kinds are added to first order: no work is assumed to
+    be thrown back by two kinds.
 
     Args:
         interval: training time between two saves.
-        stall: what a save takes from the training.
+        stall: time that a save takes from the training.
         risks: one for every kind of failure.
     """
     saving = interval / (interval + stall) if interval + stall else 0.0
@@ -82,6 +81,6 @@ def ettr(interval: float, stall: float, risks: Sequence[Risk]) -> float:
     if not total:
         return saving
     kept = 1 - sum(rate * lost_work(risk) for rate, risk in zip(rates, risks, strict=True) if rate)
-    # A failure may strike while the job restarts; then that begins anew.
+    # A failure may strike while the job restarts; then the restart begins again.
     down = sum(rate * math.expm1(min(700.0, risk.restart * total)) for rate, risk in zip(rates, risks, strict=True))
     return max(0.0, saving * kept) / (1 + down / total)

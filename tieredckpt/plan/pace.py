@@ -1,4 +1,4 @@
-"""What the policies of a configuration do while nothing fails: how often they save, and what reaches each tier."""
+"""Roll out the policies of a configuration without failures: how often they save, and which steps reach each tier."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ENOUGH = 8
 """Arrivals on the slowest tier after which the pace is known."""
 
 _ASKED_AT_MOST = 30_000
-"""Training steps that are rolled out; tiers that got fewer arrivals by then are told as they are."""
+"""Training steps that are rolled out; tiers with fewer arrivals by then are reported as they are."""
 
 _HELD_AT_MOST, _QUESTIONS_AT_MOST = 2_000, 100_000
-"""Steps on one tier, and questions whether one is due, that end the rollout: a tier that still holds more and more
-then is told to grow."""
+"""Steps on one tier, and questions whether one is due, that end the rollout: a tier that still fills up then is
+reported as growing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,18 @@ class TierPace:
     lag: float
     """Mean seconds from a save to its commit here."""
     steps: int
-    """The most that lay here."""
+    """Most steps held here."""
     growing: bool
-    """Its steps became more up to the end, so that later there are more than these."""
+    """Whether its steps grew up to the end, so that later there are more than these."""
     nbytes: int
-    """The most that they took."""
+    """Most bytes that they took."""
     written: float
     """Bytes a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a training without failures saves."""
+    """Saves of a training without failures."""
 
     interval: float
     """Mean training time between two saves; infinite where the schedule never wanted one."""
@@ -57,7 +57,7 @@ class Pace:
     skipped: int
     """Saves for which there was no room."""
     seconds: float
-    """What was rolled out."""
+    """Time that was rolled out."""
     tiers: tuple[TierPace, ...]
 
 
@@ -83,7 +83,7 @@ class _Rollout:
         self.arrivals: dict[str, list[tuple[float, float]]] = {tier.name: [] for tier in self.world.rungs}
         self.most = dict.fromkeys(self.arrivals, 0)
         self.most_since = dict.fromkeys(self.arrivals, 0)
-        """After how many arrivals a tier held its most for the first time."""
+        """Number of arrivals after which a tier first held its most steps."""
         self.written = dict.fromkeys(self.arrivals, 0)
         self.ways: list[_Way] = []
 
@@ -91,7 +91,7 @@ class _Rollout:
         self.skips += action.what == "skipped"
 
     def advance(self, until: float) -> None:
-        """End and begin promotions up to a time."""
+        """Run promotions up to a time."""
         while self.ways and (first := min(self.ways, key=lambda way: way.ends)).ends <= until:
             self.now = max(self.now, first.ends)
             self.ways.remove(first)
@@ -141,18 +141,18 @@ class _Rollout:
         self.begin()
 
     def grows(self, name: str) -> bool:
-        """Whether the tier held more and more until lately: in the second half of its arrivals."""
+        """Whether the tier filled up until lately: in the second half of its arrivals."""
         return self.most_since[name] > 1 and 2 * self.most_since[name] > len(self.arrivals[name])
 
     def enough(self) -> bool:
-        """Whether the pace is known, and how much lies on each tier in the long run."""
+        """Whether the pace and the long-run size of each tier are known."""
         if max(self.most.values()) >= _HELD_AT_MOST or self.world.asked > _QUESTIONS_AT_MOST:
             return True
         return all(len(arrivals) >= _ENOUGH and not self.grows(name) for name, arrivals in self.arrivals.items())
 
 
 def pace(scenario: Scenario) -> Pace:
-    """Ask the very policies of the configuration, training step by training step, on tiers that never fail.
+    """Ask the configuration's own policies, training step by training step, on tiers that never fail.
 
     Raises `Invalid` when no tier can take a save.
     """

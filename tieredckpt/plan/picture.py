@@ -19,17 +19,17 @@ from tieredckpt.units import format_duration
 __all__ = ["POINTS", "Point", "at_interval", "draw", "sweep"]
 
 _FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0)
-"""Around the best interval by formula."""
+"""Factors of the best interval by formula."""
 
 POINTS = len(_FACTORS)
-"""Of a sweep."""
+"""Points of a sweep."""
 
 _GB = 1e9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """What one interval brings."""
+    """Result of one interval."""
 
     interval: float
     """Seconds of training between two saves."""

@@ -1,4 +1,4 @@
-"""What a plan or a simulation is asked about: a configuration, the training, the machines and how they fail."""
+"""The input of a plan or a simulation: a configuration, the training, the machines and their failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tieredckpt.plan.lossy import EXACT, Kept, kept_by
 __all__ = ["KINDS", "Kind", "Rung", "Scenario", "derived_rungs", "doubts", "rungs"]
 
 Kind = Literal["process", "node", "rack", "site"]
-"""What fails: the training processes, a node with its memory, a rack with what lies in its nodes, everything."""
+"""What fails: the training processes, a node with its memory, a rack with all in its nodes, or everything."""
 
 KINDS: dict[Kind, Survives] = {
     "process": Survives.PROCESS,
@@ -29,7 +29,7 @@ KINDS: dict[Kind, Survives] = {
 """What a tier must survive to hold its steps through a failure."""
 
 _SNAPSHOTS, _SNAPSHOTS_AT_MOST = 2, 4
-"""For so many a RAM tier with the capacity ``auto`` has room, and for so many where more must stay."""
+"""Snapshots for which a RAM tier with the capacity ``auto`` has room, and for which it has if more must stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,21 @@ class Rung:
     survives: Survives
     capacity: int | None
     at_most: int | None
-    """The capacity where nothing that it holds may go; None where that is ``capacity``."""
+    """The largest size, if nothing that the tier holds may go; None if that is ``capacity``."""
     write: float
     """Bytes of the state a second, with its codec."""
     read: float
     """Bytes of the state a second, with its codec."""
     device: float
-    """Bytes a second that it is written at."""
+    """Write speed of the device, in bytes a second."""
     assumed: bool
-    """Nobody said how fast it is."""
+    """Whether its speed is assumed."""
     kept: Kept = EXACT
-    """What its lossy rules leave of a state."""
+    """The shares of a state that its lossy rules keep."""
 
     @property
     def share(self) -> float:
-        """Of a state's bytes that it stores."""
+        """Share of a state's bytes that it stores."""
         return self.kept.share(self.config.codec)
 
     @property
@@ -117,9 +117,9 @@ class Scenario:
         return rung.survives >= KINDS[kind] or (kind == "node" and self.copied_after(rung) is not None)
 
     def copied_after(self, rung: Rung) -> float | None:
-        """Seconds from a save until RAM has it on another node too; None where it never has.
+        """Seconds from a save until RAM of another node has it too; None if it never has.
 
-        Copies may lie in one rack, so that a rack takes them along.
+        Copies may lie in one rack, so a failure of the rack loses all.
         """
         tier = self.config.ram
         if not rung.ram or tier is None or not 1 < tier.replicas <= self.nodes:
@@ -128,11 +128,11 @@ class Scenario:
         return self.added(1) * (tier.replicas - 1) / rate
 
     def added(self, held: int, share: float = 1.0) -> int:
-        """Bytes that one more step takes on a tier that holds so many, and stores that share of the bytes."""
+        """Bytes that one more step takes on a tier that holds ``held`` steps and stores that share of the bytes."""
         return math.ceil(share * (math.ceil(self.state * self.changed) if held else self.state))
 
     def used(self, held: int, share: float = 1.0) -> int:
-        """Bytes that so many steps take on a tier: chunks that are the same lie there once."""
+        """Bytes that so many steps take on a tier: equal chunks are stored once."""
         return math.ceil(share * (self.state + (held - 1) * math.ceil(self.state * self.changed))) if held else 0
 
     def stall(self) -> float:
@@ -151,10 +151,10 @@ def rungs(
     writes: Mapping[str, float],
     reads: Mapping[str, float],
 ) -> tuple[Rung, ...]:
-    """The tiers of ``config`` for a job of so many nodes; those of lossy copies are not among them.
+    """The tiers of ``config`` for a job of so many nodes, without the lossy ones.
 
-    RAM is there once for every node. Any other tier is one place that all nodes see, with one capacity. ``writes``
-    and ``reads`` are bytes a second of the whole job, by tier; a read rate that is missing is the write rate.
+    Every node has its own RAM. Any other tier is one place that all nodes see, with one capacity. ``writes`` and
+    ``reads`` are bytes a second of the whole job, by tier; a read rate that is missing is the write rate.
     """
     names = [tier.name for tier in config.tiers]
     if unknown := sorted((writes.keys() | reads.keys()) - set(names)):
@@ -171,13 +171,13 @@ def derived_rungs(
     reads: Mapping[str, float],
     arrays: Sequence[ArrayInfo] | None = None,
 ) -> tuple[Rung, ...]:
-    """As `rungs`, the tiers of lossy copies, of a state with ``arrays`` if they are known."""
+    """As `rungs`, for the lossy tiers, and a state with ``arrays`` if they are known."""
     threads = config.copy_threads
     return tuple(_rung(tier, state, nodes, threads, writes, reads, arrays) for tier in config.tiers if tier.lossy)
 
 
 def doubts(config: StoreConfig, nodes: int) -> list[str]:
-    """What a configuration says that so many nodes cannot have, and how it was taken."""
+    """Settings that a job of so many nodes cannot have, and how the plan reads them."""
     found = []
     if config.ram is not None and config.ram.replicas > nodes:
         found.append(f"tier {config.ram.name} keeps no copies on {config.ram.replicas} nodes, for there are {nodes}")

@@ -1,7 +1,7 @@
-"""Runs a training under failures in simulated time, with the very policies of its configuration.
+"""Runs a training under failures in simulated time, with the configuration's own policies.
 
-The job is one synchronous training: what happens to one node happens to all of it, so that the nodes together
-are one trainer, one failure process and one tier of each kind (`cluster`, `scenario`).
+The job is one synchronous training: a failure of one node stops all, so the nodes together are one trainer, one failure
+process and one tier of each kind (`cluster`, `scenario`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ __all__ = ["simulate"]
 Events = Generator[simpy.Event, object, None]
 
 _LOOK_AGAIN = 30.0
-"""Seconds after which the engine's promoter asks the policies again though nothing happened."""
+"""Seconds after which the engine's promoter asks the policies again without a change."""
 
 _AT_ONCE = 30.0
-"""Seconds of training at most for which a schedule that stays due is asked at once."""
+"""Most seconds of training for which a schedule that stays due is asked in one question."""
 
 _WAIT_FOR_ROOM = 600.0
-"""Seconds that the engine waits for room at most."""
+"""Most seconds that the engine waits for room."""
 
 _FIRST_RETRY, _LAST_RETRY = 0.5, 60.0
-"""Seconds until the engine tries a tier again that was full."""
+"""Seconds until the engine tries a full tier again."""
 
 _SAMPLES = 600
-"""Points of time at which the tiers' fill is noted."""
+"""Number of samples of the tiers' fill."""
 
 _EPOCH = 1.8e9
-"""What the simulated clock shows at the start: policies see seconds since the epoch."""
+"""The simulated time at the start: policies see seconds since the epoch."""
 
 
 def simulate(
@@ -60,11 +60,11 @@ def simulate(
 
     Args:
         scenario: configuration, training and machines.
-        seconds: that pass, failures and restarts included.
+        seconds: simulated time, including failures and restarts.
         seed: of the random failures.
         trace: failures in their order, instead of random ones.
-        hear: told every action as it happens; its time is seconds since the epoch.
-        progress: told now and then how many more simulated seconds have passed.
+        hear: called with every action as it happens; its time is seconds since the epoch.
+        progress: called now and then with the simulated seconds that have passed since.
 
     Raises:
         Invalid: no tier can take a save.
@@ -95,7 +95,7 @@ class _Run:
             *((self.world, tier) for tier in self.world.rungs),
             *((each, each.own) for each in derived),
         )
-        """Every tier with the world that says what comes there."""
+        """Every tier, with the world that decides what comes there."""
         if not self.world.save_tiers():
             raise Invalid("no tier can take a save: RAM is smaller than the state, and there is no other tier")
         self.flows = Flows(self.env)
@@ -104,7 +104,7 @@ class _Run:
         self.since: float = 0.0
         self.step = 0
         self.begun = 0.0
-        """When the training step under way began; nothing of it is kept by a failure."""
+        """When the training step under way began; a failure loses all of it."""
         self.partial = 0.0
         """Seconds of such steps that are not counted as lost yet."""
         self._hear, self._progress = hear, progress
@@ -113,7 +113,7 @@ class _Run:
         self.trainer = self.env.process(self._life())
         for world, tier in self.tiers:
             if (mtbf := scenario.tier_mtbf.get(tier.name)) is not None:
-                # Of its own, so that what one tier does changes nothing of the others' failures.
+                # A generator of its own, so that the other failures do not depend on this tier.
                 self.env.process(self._outages(world, tier, mtbf, random.Random(rng.random())))
         coming = failures(scenario.mtbf, random.Random(rng.random())) if trace is None else trace
         self.env.process(self._strike(coming))
@@ -125,7 +125,7 @@ class _Run:
     def figures(self) -> Figures:
         self.env.run(until=self.seconds)
         self._enter(self.phase)
-        if self.partial:  # it ended while the job was down
+        if self.partial:  # the simulation ended while the job was down
             self._throw_back(self.step)
         return self.ledger.close(self.seconds, tuple(tier.name for _, tier in self.tiers))
 
@@ -218,7 +218,7 @@ class _Run:
             elif when_full == "skip" or not self.world.replace_oldest(tier):
                 self.world.skipped(self.step, tier)
                 return
-        # RAM takes one pass over all of the state; a slower tier is sent what it lacks.
+        # RAM gets one pass over all of the state; a slower tier gets the chunks that it lacks.
         nbytes = self.scenario.state if tier.rung.ram else self.scenario.added(len(tier.steps.held))
         yield from self.flows.move(nbytes, [Lane(tier.name, tier.rung.write)])
         self.ledger.written[tier.name] += nbytes
@@ -250,7 +250,7 @@ class _Run:
         self._beat()
 
     def _throw_back(self, step: int) -> None:
-        """Count what was trained after the step that training goes on from."""
+        """Count the training after the step that it resumes from as lost."""
         self.ledger.losses.append((self.step - step) * self.scenario.step_seconds + self.partial)
         self.step, self.partial = step, 0.0
 
@@ -265,7 +265,7 @@ class _Run:
             self._enter("restart")
             for promoter in self._promoters.values():
                 if promoter.is_alive:
-                    promoter.interrupt()  # it lives in the trainer's process
+                    promoter.interrupt()  # the promoter lives in the trainer's process
             self.world.fail(failure.kind)
             self.trainer.interrupt()
 
@@ -342,7 +342,7 @@ class _Run:
 
 
 def _unpin(tier: WorldTier, step: StepId) -> None:
-    """A failure of the trainer has taken the pins away already."""
+    """Unpin a step; a failure of the trainer may have removed the pin already."""
     if tier.steps.pins.get(step, 0) > 1:
         tier.steps.pins[step] -= 1
     else:

@@ -1,4 +1,4 @@
-"""A tier of the engine that holds no bytes: it counts steps, and is as large and as healthy as it is told."""
+"""A tier of the engine without bytes: it counts steps, with a given size and health."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class WorldTier(Tier):
         self.rung = rung
         self.seen_bandwidth: float | None = None
         self.busy = False
-        """A promotion to it is under way."""
+        """Whether a promotion to it is under way."""
         self.down = False
-        """It does not answer."""
+        """Whether it does not answer."""
         self.unseen: dict[StepId, Held] = {}
-        """What it holds and nobody knows of, since it did not answer when the store was opened."""
+        """Steps that it holds and the store does not know, since it did not answer when the store was opened."""
         self._scenario = scenario
 
     responsive = True

@@ -1,7 +1,7 @@
-"""The engine's own state and decisions over tiers that hold no bytes: what rollout and simulation act on.
+"""The engine's own state and decisions over tiers without bytes; rollout and simulation act on it.
 
-What is due, what leaves and what must stay is asked of the engine's functions, on its `State`; the order of the
-calls is that of its promoter, collector and writer. Nothing here waits: who drives a world gives it the time.
+The engine's functions decide, on its `State`, which steps are due, leave and stay; they are called in the order of its
+promoter, collector and writer. Nothing here waits: the caller gives the time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NOTHING = DictNode([], [])
 
 @dataclass(slots=True)
 class Changes:
-    """How much has changed, in all worlds that see the same exact steps."""
+    """Counter of changes, shared by all worlds that see the same exact steps."""
 
     count: int = 0
 
@@ -53,8 +53,8 @@ class World(State):
     Args:
         scenario: what is simulated.
         clock: seconds since the epoch.
-        tell: hears every action.
-        tiers: those of the scenario that hold steps as they were saved, if left out.
+        tell: called with every action.
+        tiers: by default the exact tiers of the scenario.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class World(State):
             tiers = tuple(WorldTier(rung, index, scenario) for index, rung in enumerate(scenario.rungs))
         self.rungs = tiers
         self._ahead = 0.0
-        """Seconds from the clock to the time of the question that is being asked."""
-        # The engine's threads and memory exist only in name: nothing is copied here.
+        """Seconds from the clock's time to the time that the present question is about."""
+        # The engine's threads and memory are unused: nothing is copied here.
         scratch = Scratch(4096)
         scratch.close()
         super().__init__(
@@ -92,7 +92,7 @@ class World(State):
     # -- what policies see --------------------------------------------------------------------------------
 
     def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
-        """As of the engine's state, at the time of this world; the last one is kept until time or world change."""
+        """As `State.view`, at the time of this world; the last view is kept until time or world change."""
         which = (self.observation.now(), self.changes.count, at_rest)
         if and_on is not None:
             return super().view(and_on=and_on, at_rest=at_rest)
@@ -101,7 +101,7 @@ class World(State):
         return self._kept_view[1]
 
     def tier_view(self, tier: Tier, *, at_rest: bool = False) -> TierView:
-        """As of the engine's state."""
+        """As `State.tier_view`."""
         assert isinstance(tier, WorldTier)
         of = (len(tier.steps.held) + len(tier.unseen), tier.seen_bandwidth, tier.healthy, tier.busy and not at_rest)
         kept = self._kept_tiers.get(tier.name)
@@ -132,7 +132,7 @@ class World(State):
     # -- saving -------------------------------------------------------------------------------------------
 
     def save_tiers(self) -> list[WorldTier]:
-        """Where a save may go, nearest first: RAM that is too small is passed by."""
+        """The tiers that may take a save, nearest first: RAM that is too small is skipped."""
         return [
             tier for tier in self.rungs if tier.healthy and (tier.index or not tier.rung.ram or self._ever_fits(tier))
         ]
@@ -174,7 +174,7 @@ class World(State):
     # -- room ---------------------------------------------------------------------------------------------
 
     def make_room(self, tier: WorldTier, step: StepId | None = None) -> bool:
-        """Evict until the tier has room for one more step, None for a new one; False when nothing more may go."""
+        """Evict until the tier has room for one more step (``step``, or a new one); False if no more steps may go."""
         if self._fits(tier):
             return True
         for old in leaving_when_full(self, tier):
@@ -195,12 +195,12 @@ class World(State):
         return any(self._try_evict(step, tier) and self._fits(tier) for step in held) or self._fits(tier)
 
     def waiting_helps(self, tier: WorldTier) -> bool:
-        """Whether a step of the tier is on its way to another that works, or being read."""
+        """Whether a step of the tier is being promoted to a working tier, or read."""
         held = tier.steps.held
         return bool(tier.steps.pins) or any(waits_for_promotion(self, step, tier, only_healthy=True) for step in held)
 
     def apply_retention(self, tier: WorldTier) -> None:
-        """Evict what is not retained on a tier without a capacity; a tier with a capacity waits until it needs room."""
+        """Evict steps that are not retained, on a tier without a capacity; other tiers wait until they need room."""
         if tier.capacity is None and tier.answers:
             for step in leaving(self, tier):
                 self._try_evict(step, tier)
@@ -256,13 +256,13 @@ class World(State):
         self.touched()
 
     def touched(self) -> None:
-        """A step came or went, or a tier's health or work changed."""
+        """Note that a step came or went, or that a tier's health or work changed."""
         self.changes.count += 1
 
     # -- failures -----------------------------------------------------------------------------------------
 
     def fail(self, kind: Kind) -> None:
-        """End the trainer, and lose what lies on tiers that do not survive such a failure."""
+        """End the trainer, and lose the steps on tiers that do not survive such a failure."""
         before, ended = self.observation.history, self.observation.observed
         self.observation.history = dataclasses.replace(
             before,
@@ -282,7 +282,7 @@ class World(State):
         self.touched()
 
     def reopen(self) -> StepId | None:
-        """Begin as the next process does: with what the tiers that answer hold; the step to restore."""
+        """Begin as the next process does, with the tiers that answer; returns the step to restore."""
         for tier in self._all_rungs():
             tier.steps.tombstones.clear()
             tier.health.error = None
@@ -302,12 +302,12 @@ class World(State):
         return newest
 
     def restored(self, step: StepId, tier: WorldTier) -> None:
-        """Train on from a step that was read from a tier."""
+        """Resume the training from a step that was read from a tier."""
         self.branch.note(step, tier.steps.held[step].record, named=False, resume=True)
         self._happened("restored", step, tier)
 
     def answers_again(self, tier: WorldTier) -> None:
-        """A tier is back, with what it held."""
+        """Note that a tier answers again, with the steps that it held."""
         tier.down = False
         tier.steps.held.update(tier.unseen)
         tier.unseen = {}
@@ -317,11 +317,11 @@ class World(State):
         self.touched()
 
     def _derived_worlds(self) -> list[World]:
-        """Those of the tiers of lossy copies, which see the exact steps as well."""
+        """The worlds of lossy tiers, which see the exact steps as well."""
         return [each for each in self.derivations if isinstance(each, World)]
 
     def _all_rungs(self) -> tuple[WorldTier, ...]:
-        """All tiers, those of lossy copies as well."""
+        """All tiers, including lossy ones."""
         return (*self.rungs, *(each.rungs[-1] for each in self._derived_worlds()))
 
     def _happened(self, what: What, step: StepId, tier: WorldTier) -> None:

@@ -1,8 +1,8 @@
-"""Suites that hold your own parts to their contracts, and stores that fail by script.
+"""Conformance suites for your own stores, policies and communicators, and stores that fail by script.
 
-`blobs` tests a blob store, `policies` a policy, `communicators` a communicator of ranks. `faulty` is a blob store that
-fails by script around one that works, which `tiers` puts under the tiers of a whole store; `backdoor` reaches past a
-store. `devices` is a GPU without hardware. Needs the packages of the extra ``test``.
+`blobs` tests a blob store, `policies` a policy, `communicators` a communicator of ranks. `faulty` wraps a working blob
+store in one that fails by script; `tiers` puts such stores under the tiers of a whole store. `backdoor` accesses data
+past a store. `devices` is a GPU without hardware. Needs the packages of the extra ``test``.
 """
 
 from __future__ import annotations

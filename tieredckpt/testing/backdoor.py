@@ -18,7 +18,7 @@ __all__ = ["BackDoor", "FolderBackDoor", "aligned", "assert_cancelled_reads_let_
 
 
 class BackDoor(Protocol):
-    """Raw access to what a store keeps, past the store."""
+    """Raw access to the data of a store, past the store."""
 
     async def put(self, key: str, data: bytes) -> None: ...
 
@@ -28,7 +28,7 @@ class BackDoor(Protocol):
     async def delete(self, key: str) -> None: ...
 
     async def list(self) -> set[str]:
-        """The name of everything that is there, keys or not."""
+        """The names of all objects there, keys or not."""
 
 
 class FolderBackDoor:
@@ -57,7 +57,7 @@ class FolderBackDoor:
 
     async def list(self) -> set[str]:
         def names() -> set[str]:
-            # Folders that the store deletes meanwhile are passed over; `rglob` would fail on them.
+            # Folders that the store deletes meanwhile are skipped; `rglob` would fail on them.
             found = (Path(folder, name) for folder, _, files in os.walk(self._root) for name in files)
             return {path.relative_to(self._root).as_posix() for path in found}
 
@@ -66,7 +66,7 @@ class FolderBackDoor:
 
 @functools.lru_cache(maxsize=64)
 def pattern(nbytes: int, seed: int = 0) -> bytes:
-    """Bytes that are the same for the same seed."""
+    """Random bytes, equal for equal seeds."""
     return random.Random(seed).randbytes(nbytes)
 
 
@@ -79,7 +79,7 @@ def aligned(data: bytes, *, shift: int = 0) -> memoryview:
 
 
 async def listed(store: BlobStore, prefix: str = "") -> dict[str, int]:
-    """Key and size of what the store lists; an object that is listed twice is an error."""
+    """Key and size of the objects that the store lists; an object that is listed twice is an error."""
     infos = [(info.key, info.size) async for info in store.list(prefix)]
     found = dict(infos)
     assert len(found) == len(infos), f"listed twice: {infos}"
@@ -87,7 +87,7 @@ async def listed(store: BlobStore, prefix: str = "") -> dict[str, int]:
 
 
 def verbs(store: BlobStore, key: str) -> list[Callable[[], Awaitable[object]]]:
-    """A call of each verb that takes a key, and of what the store can do beyond."""
+    """A call of each verb that takes a key, and of the store's optional abilities."""
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: store.get(key, limit=10),
         lambda: store.get_into(key, 0, memoryview(bytearray(1))),
@@ -106,7 +106,7 @@ def verbs(store: BlobStore, key: str) -> list[Callable[[], Awaitable[object]]]:
 async def assert_cancelled_reads_let_go(
     store: BlobStore, key: str, read: Callable[[memoryview], Awaitable[object]]
 ) -> None:
-    """A ``read`` of an object of 8 MiB, cancelled sooner or later, leaves the memory alone once it has ended."""
+    """Assert that a ``read`` of 8 MiB, cancelled sooner or later, leaves the memory alone once it has ended."""
     size = 8 << 20
     for turns in (1, 2, 20, 100):
         into = aligned(bytes(size))

@@ -45,7 +45,7 @@ class BlobStoreTests(GetDigestedTests):
     """The contract of `tieredckpt.blobs.base`. Subclasses give the fixtures ``store`` and ``back_door``."""
 
     closed: ClassVar[type[TieredCkptError]] = Closed
-    """What the verbs of a closed store raise; of a store behind `Retrying`, `TierUnavailable`."""
+    """The error of verbs of a closed store; behind `Retrying` it is `TierUnavailable`."""
 
     @pytest.fixture
     def store(self) -> BlobStore:

@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 ENOUGH = 20.0
 SHORT = 0.2
-"""Seconds that pass while nothing comes."""
+"""Timeout, in seconds, of a receive to which nothing comes."""
 MISSED = 2.0
-"""Seconds after which a rank is missed that does not come; the others have so long to come."""
+"""Seconds after which an absent rank counts as missing; the other ranks have so long to come."""
 SLACK = 20.0
-"""Seconds beyond a deadline after which it was not honoured, on a machine that has much else to do."""
+"""Most seconds by which a deadline may be missed, on a busy machine."""
 
 
 class CommunicatorTests:

@@ -36,7 +36,7 @@ class FakeArray(DeviceArray):
         self.shape, self.dtype = memory.shape, memory.dtype
         self._memory, self._versions = memory, versions
         self.stream: Stream | None = None
-        """To which its memory belongs, of one that a restore has made."""
+        """The stream that its memory belongs to, if a restore made the array."""
 
     @property
     def version(self) -> int:  # type: ignore[override]
@@ -54,13 +54,13 @@ class FakeArray(DeviceArray):
         raise TypeError(f"the memory of {self.device.name} is not the host's")
 
     def change(self, values: Any, *, tells: bool = True) -> None:
-        """Enqueue that the array becomes ``values``; its version grows at once if it ``tells``."""
+        """Enqueue a change to ``values``; the version grows at once if it ``tells``."""
         new = np.array(values, self.dtype)
         self.device.current.enqueue(lambda: np.copyto(self._memory, new))
         self._versions[0] += tells
 
     def read(self) -> npt.NDArray[Any]:
-        """The values once what is enqueued on the current stream is done, as ``tensor.cpu()``."""
+        """The values once the work on the current stream is done, as ``tensor.cpu()``."""
         found: list[npt.NDArray[Any]] = []
         self.device.current.enqueue(lambda: found.append(self._memory.copy()))
         self.device.current.record().wait()

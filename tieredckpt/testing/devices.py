@@ -36,7 +36,7 @@ from tieredckpt.testing.locked_memory import LockedMemory
 __all__ = ["FakeArray", "FakeDevice", "FakeDriver", "FakeEvent", "FakeStream"]
 
 _HANGS = 60.0
-"""Seconds after which an event that does not come fails its test."""
+"""Seconds after which a missing event fails its test."""
 
 
 class FakeEvent:
@@ -58,7 +58,7 @@ class FakeEvent:
         self.came = True
 
     def until_come(self) -> None:
-        """As `wait`, whatever failed."""
+        """As `wait`, but does not raise after a failure."""
         changed = self._stream.device.driver.changed
         with changed:
             if not changed.wait_for(lambda: self.came, _HANGS):
@@ -71,12 +71,12 @@ class FakeStream:
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
         self._queue: deque[Callable[[], None] | FakeEvent] = deque()
-        """An event among the work is one that it waits for."""
+        """Work, and events that the stream waits for."""
         self.failure: BaseException | None = None
-        """The first one of its work."""
+        """The first failure of its work."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in its turn, on the device's thread: a kernel of the program, say."""
+        """Run ``work`` in its turn, on the device's thread, such as a kernel of the program."""
         self._put(work)
 
     def after(self, event: Event) -> None:
@@ -142,7 +142,7 @@ class FakeStream:
         return len(self._queue)
 
     def next(self) -> Callable[[], None] | None:
-        """The next action from the queue; None if the device waits."""
+        """The next action from the queue; None if the stream waits."""
         while self._queue and isinstance(first := self._queue[0], FakeEvent):
             if not first.came:
                 return None
@@ -188,7 +188,7 @@ class FakeDevice:
 
     @property
     def current(self) -> FakeStream:
-        """The stream on which the calling thread works; each begins with the same."""
+        """The calling thread's current stream; all threads begin with the same."""
         found: FakeStream = getattr(self._of_thread, "stream", self._default)
         return found
 
@@ -201,7 +201,7 @@ class FakeDevice:
         return FakeArray(self, np.array(values), [0])
 
     def empty(self, like: FakeArray, stream: Stream | None) -> FakeArray:
-        """New memory, in which anything may lie."""
+        """New memory of undefined content."""
         anything = np.full(like.nbytes, 0x5A, np.uint8)
         found = FakeArray(self, anything.view(like.dtype).reshape(like.shape), [0])
         found.stream = stream or self.current
@@ -211,7 +211,7 @@ class FakeDevice:
         return array.span()
 
     def check(self, memory: Bytes) -> bool:
-        """Whether a copy of host memory is to block. Raises for what hardware refuses."""
+        """Whether a copy of host memory blocks. Raises for a copy that hardware refuses."""
         touched = self.driver.ranges_of(memory)
         if touched and touched != [True]:
             raise DeviceUnavailable(f"device {self.name}: a copy of {memory.size} bytes crosses a registered range")
@@ -220,7 +220,7 @@ class FakeDevice:
         return not touched
 
     def take_scratch(self, nbytes: int) -> None:
-        """Raise `DeviceFull` where a copy cannot have so many bytes for itself."""
+        """Raise `DeviceFull` if a copy cannot have so many bytes of scratch memory."""
         if self.scratch is not None and nbytes > self.scratch:
             raise DeviceFull(f"device {self.name}: out of memory: {nbytes} bytes were asked for")
 
@@ -274,7 +274,7 @@ class FakeDevice:
 
 
 class FakeDriver(LockedMemory):
-    """Fake devices, to be used in ``with``: an array of theirs may be in a tree while it lasts.
+    """Fake devices, to be used in ``with``: their arrays may be in a tree during the block.
 
     Args:
         devices: how many.
@@ -297,7 +297,7 @@ class FakeDriver(LockedMemory):
         self.changed = threading.Condition()
         self.is_paused = self.ended = False
         self.changes = 0
-        """Of what there is to do."""
+        """Number of changes to the pending work."""
         self.pageable = 0
         """Copies of host memory that is not page-locked."""
         self.direct = 0
@@ -339,11 +339,11 @@ class FakeDriver(LockedMemory):
             self.changed.notify_all()
 
     def has_changed(self, since: int) -> bool:
-        """Whether there may be more to do than when ``changes`` was ``since``, or it is over."""
+        """Whether there may be more work than when ``changes`` was ``since``, or the driver has ended."""
         return self.ended or self.changes != since
 
     def tell(self) -> None:
-        """Wake who waits for a change; with ``changed`` held."""
+        """Wake the threads that wait for a change; called with ``changed`` held."""
         self.changes += 1
         self.changed.notify_all()
 
@@ -355,5 +355,5 @@ class FakeDriver(LockedMemory):
 
 
 def _conforms(driver: FakeDriver) -> Driver:
-    """For mypy: what is here is what the library asks for."""
+    """For mypy: a `FakeDriver` is a `Driver`."""
     return driver

@@ -45,7 +45,7 @@ __all__ = ["KINDS", "Faulty", "Hold", "Kind"]
 T = TypeVar("T")
 
 Kind = Literal["error", "no space", "answer lost", "hang", "delay", "short read", "wrong bytes", "gone"]
-"""What a call may meet: a tier that is dead, or away for a while, is gone; the others are each a line of a script."""
+"""Kinds of faults: a dead or absent tier is gone; each other kind is a line of a script."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -60,11 +60,11 @@ class Hold:
         self._guards_futures = threading.Lock()
 
     async def reached(self) -> None:
-        """Wait until a call has come here."""
+        """Wait until a call waits here."""
         await shielded(asyncio.wrap_future(self._reached))
 
     def wait(self, timeout: float) -> None:
-        """The same from a thread without an event loop; `TimeoutError` after ``timeout`` seconds."""
+        """As `reached`, from a thread without an event loop; raises `TimeoutError` after ``timeout`` seconds."""
         self._reached.result(timeout)
 
     def release(self) -> None:
@@ -73,7 +73,7 @@ class Hold:
 
     @property
     def is_released(self) -> bool:
-        """Whether nobody has to wait here any more."""
+        """Whether calls pass without waiting."""
         return self._released.done()
 
     def _resolve(self, future: Future[None]) -> None:
@@ -82,7 +82,7 @@ class Hold:
                 future.set_result(None)
 
     async def stop_here(self) -> None:
-        """Come to this place; returns once it is released."""
+        """Wait at this place until it is released."""
         self._resolve(self._reached)
         released = asyncio.wrap_future(self._released)
         await (outlast(released) if self._stubborn else shielded(released))
@@ -136,7 +136,7 @@ class _Fault:
 
 
 class Faulty(Forward):
-    """A store with a script of faults; without one it is the inner store.
+    """A store with a script of faults; without a script it behaves as the inner store.
 
     Args:
         inner: the store that does the work.
@@ -159,7 +159,7 @@ class Faulty(Forward):
 
     @property
     def calls(self) -> tuple[Operation, ...]:
-        """Every call so far, those that failed included, or the last that are remembered."""
+        """Every call so far, including failed ones, or the last ones that are remembered."""
         with self._guards_script:
             return tuple(self._calls)
 
@@ -179,7 +179,7 @@ class Faulty(Forward):
         times: int | None = 1,
         after: bool = False,
     ) -> None:
-        """Raise ``error``: instead of the work, or ``after`` it is done."""
+        """Raise ``error`` instead of the work, or ``after`` it is done."""
         self._add(verb, key, nth, times, "after" if after else "before", _Error(error))
 
     def hold(
@@ -202,7 +202,7 @@ class Faulty(Forward):
         self._add(verb, key, nth, times, "data", _Cut(nbytes))
 
     def flip(self, verb: str, bit: int, *, key: str = "*", nth: int = 1, times: int | None = 1) -> None:
-        """Invert a bit of what `get` or `get_into` reads, counted modulo its length."""
+        """Invert a bit of the data that `get` or `get_into` reads; the bit's number counts modulo the length."""
         self._add(verb, key, nth, times, "data", _Flip(bit))
 
     def delay(self, verb: str, seconds: float, *, key: str = "*", nth: int = 1, times: int | None = 1) -> None:
@@ -225,7 +225,7 @@ class Faulty(Forward):
             self._dead = error or TierUnavailable(f"the store at {self.location} is dead by script")
 
     def revive(self) -> None:
-        """End what `kill` began; the rest of the script stays."""
+        """Undo `kill`; the rest of the script stays."""
         with self._guards_script:
             self._dead = None
 
@@ -292,7 +292,7 @@ class Faulty(Forward):
             raise ShortRead(f"{key} ended after {keep} of {len(into)} bytes, by script")
 
     async def get_digested(self, key: str, stretches: Sequence[Stretch]) -> Sequence[bytes]:
-        """Counts in the script as one `get_into` from the first stretch to the last."""
+        """Read and digest; the script counts it as one `get_into` from the first stretch to the last."""
         effects = self._due(Operation("get_into", key, span(stretches)), "data")
         if self.traits.digested_reads and not effects:
             return await super().get_digested(key, stretches)

@@ -50,13 +50,13 @@ class LockedMemory:
             self._lockable -= nbytes
 
     def is_registered(self, memory: Bytes) -> bool:
-        """Whether it lies in a registered range, and in none of `pinned`."""
+        """Whether the memory lies in a registered range, and in none of `pinned`."""
         start = address(memory)
         with self._guards_ranges:
             return any(first <= start < end for first, end in self.registered.items())
 
     def ranges_of(self, memory: Bytes) -> list[bool]:
-        """For each page-locked range that has some of the memory, whether it has all."""
+        """For each page-locked range that holds some of the memory, whether it holds all of it."""
         start = address(memory)
         end = start + memory.nbytes
         with self._guards_ranges:

@@ -47,7 +47,7 @@ _TIERS = ("ram", "nvme", "lustre")
 _many = settings(
     max_examples=60,
     deadline=None,
-    # An inherited test runs once per subclass; each runs it for policies of its own. How fast is the machine's.
+    # An inherited test runs once per subclass, each with policies of its own. Speed depends on the machine.
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
 )
 
@@ -142,7 +142,7 @@ class PolicyTests:
     """A policy is pure and deterministic, frozen, and the same after a trip through JSON or TOML."""
 
     policies: ClassVar[Sequence[Policy]]
-    """The policies under test: of every class, settings that are not the defaults."""
+    """The policies under test: of every class, with settings that are not the defaults."""
 
     @_many
     @given(store=store_views(), observed=observations(), step=st.integers(0, 10_000))
@@ -182,7 +182,7 @@ class PolicyTests:
                     assert sorted(answer) == held
 
     def test_it_never_proposes_to_lose_everything(self) -> None:
-        """Of a tier with steps of every number and any metric, a retention keeps some: others are not configured."""
+        """A retention keeps some steps of a tier with every number and metric: others are not configured."""
         for policy in self.policies:
             if isinstance(policy, Retention):
                 load({"tiers": {"disk": {"kind": "posix", "path": "/checkpoints", "retain": policy}}})

@@ -1,4 +1,4 @@
-"""Other blob stores under the tiers that are opened in a test: faulty ones, or ones in memory."""
+"""Replace the blob stores of tiers that are opened in a test: by faulty ones, or ones in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Opening = Callable[[], Awaitable[BlobStore]]
 def tiers_opened_by(opened: Callable[[TierConfig, Opening], Awaitable[BlobStore]]) -> Iterator[None]:
     """Put what ``opened`` returns under every tier but RAM that is opened in the block, below all wrappers.
 
-    It is given the tier and what would open its own store, which it may wrap, or leave unopened::
+    It gets the tier and a function that opens the tier's own store, which it may wrap, or leave unopened::
 
         async def opened(tier, opening):
             return Faulty(await opening())      # of tieredckpt.testing.faulty
