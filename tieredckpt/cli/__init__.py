@@ -1,4 +1,4 @@
-"""The command `tieredckpt`: one module a verb, and what they share.
+"""The command `tieredckpt`: one module per verb, and shared modules.
 
 `app` names the verbs and turns errors into exit codes, `opening` opens stores, `console` prints.
 """

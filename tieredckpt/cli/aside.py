@@ -1,4 +1,4 @@
-"""Runs a coroutine of a verb on a loop in a thread, which is left behind if what it began hangs in a device."""
+"""Runs a coroutine of a verb on a loop in a thread, which is left behind if a call of it hangs in a device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["run_aside"]
 T = TypeVar("T")
 
 _LAST_WORK = 2.0
-"""Seconds that work which nobody waits for any more has to end after a cancellation."""
+"""Seconds for work without a waiting caller to end after a cancellation."""
 
 
 def run_aside(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of ``coroutine``. An interrupt cancels it; tasks that it has left behind are not waited for."""
+    """The result of ``coroutine``. An interrupt cancels it; tasks that it left behind are not awaited."""
     loop = EngineLoop("tieredckpt verb")
     try:
         return loop.call_blocking(coroutine)

@@ -26,7 +26,7 @@ __all__ = ["bench"]
 
 _SMALLEST = 1 << 20
 _FEWEST_LEAVES = 100
-"""A tree of a hundredth of the leaves is measured beside it."""
+"""Fewest leaves of a tree, since a tree with a hundredth of the leaves is measured beside it."""
 _PAGE = 260
 """Characters of a line of the HTML page."""
 _BAR = 80
@@ -101,7 +101,7 @@ def _run(request: Request) -> Outcome:
 
 
 def _show(report: Report, before: Report | None, console: Console, *, bars: bool = False) -> None:
-    """Print the report, compared with the one ``before``; with ``bars``, a picture of every figure of the peers."""
+    """Print the report, compared with ``before``; with ``bars``, draw every figure of the peers."""
     machine = report.machine
     console.print(
         f"{report.begun}; {printable(machine['processor'])}, {machine['cores']} cores, "
@@ -215,7 +215,7 @@ _BARS: tuple[tuple[str, _Of, str, Sequence[str]], ...] = (
     ("memory of saves beyond the state, over the state", lambda row: row.peak_save_ratio, "", ()),
     ("what a compute loop loses for each GB written behind", lambda row: row.interference, "s", ()),
 )
-"""Title, figure, unit, and the limits of the machine that are drawn beside it."""
+"""Title, figure, unit, and the machine's limits that are drawn beside the figure."""
 
 
 def _show_bars(report: Report, rows: Sequence[Row], console: Console) -> None:

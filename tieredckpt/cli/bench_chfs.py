@@ -1,4 +1,4 @@
-"""The verb `bench chfs`: a chfs tier next to what it stands on, measured side by side in one run."""
+"""The verb `bench chfs`: a chfs tier next to its limits, measured side by side in one run."""
 
 from __future__ import annotations
 

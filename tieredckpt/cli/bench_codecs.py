@@ -1,4 +1,4 @@
-"""The verb `bench codecs`: what the codecs and lossy rules of tiers make of a step of a store."""
+"""The verb `bench codecs`: the effect of the tiers' codecs and lossy rules on a step of a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `bench gpu`: what saves and restores of device memory cost, beside the peers."""
+"""The verb `bench gpu`: the cost of saves and restores of device memory, beside the peers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Output for people and programs: text that a checkpoint cannot abuse, tables, JSON, progress.
 
-Keys, names of metrics and messages come from the checkpoint, and that may come from anybody: whatever reaches
-a terminal goes through `printable`, and none of it is taken for markup.
+Keys, names of metrics and messages come from a checkpoint, which is not trusted: all text for a terminal goes through
+`printable`, and none of it is read as markup.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ LOSSY = "this is a lossy copy: its values are within the bounds that `tieredckpt
 _HUGE = 1 << 256
 
 _WORD = 24
-"""Columns that a word has at least, which is no number; paths and other long ones may be split."""
+"""Words up to this many columns are not split; longer ones, such as paths, may be."""
 
 _UNBOUNDED = 10_000
-"""Columns of what is no terminal: a file or pipe gets each row whole, on a line of its own."""
+"""Columns of output that is no terminal: a file or pipe gets each row whole, on a line of its own."""
 
 
 def printable(value: object) -> str:
@@ -68,7 +68,7 @@ def errors() -> Console:
 
 
 def _console(*, stderr: bool) -> Console:
-    # Made anew each time, because sys.stdout may be replaced, as tests do.
+    # Made again for each call, because sys.stdout may be replaced, as tests do.
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _UNBOUNDED
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False, width=width)
@@ -107,19 +107,19 @@ def print_table(
 
 
 def _least(name: str, cells: Sequence[str], number: bool) -> int:
-    """How narrow a column may be."""
+    """The least width of a column."""
     words = [name, *cells] if number else [word for cell in (name, *cells) for word in cell.split()]
     widths = [cell_len(word) for word in words]
     return max((width if number else min(width, _WORD) for width in widths), default=0)
 
 
 def print_json(value: object) -> None:
-    """Print ``value`` as JSON in ASCII; numbers that JSON lacks are the text that `jsonable` makes of them."""
+    """Print ``value`` as JSON in ASCII; `jsonable` turns numbers that JSON lacks into text."""
     sys.stdout.write(json.dumps(jsonable(value), indent=2, allow_nan=False) + "\n")
 
 
 def jsonable(value: object) -> Any:
-    """``value`` made of what JSON has: NaN and infinities, complex numbers, bytes and huge integers become text."""
+    """``value`` converted to JSON types: NaN and infinities, complex numbers, bytes and huge integers become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and abs(value) >= _HUGE:
@@ -148,8 +148,9 @@ def when(seconds: float) -> str:
 
 @contextmanager
 def bar(what: str, whole: float) -> Iterator[Callable[[float], None]]:
-    """A progress bar on a terminal, with the time that is left; hands out what to tell each part of ``whole`` to,
-    such as bytes, from any thread.
+    """A progress bar on a terminal, with the time that is left.
+
+    Yields a function to report each finished part of ``whole``, such as bytes, from any thread.
     """
     console = errors()
     columns = (

@@ -47,7 +47,7 @@ retain = {{ kind = "last_n", n = 3 }}
 
 _CAPACITY = "48 MiB"
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""One thread each, or the sums of a matrix product may round in another order on the second run."""
+"""One thread for these libraries: else the sums of a matrix product may round in another order in another run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Plan:
     save_every: int
     disk_every: int
     kill_at: int
-    """An odd save, so that RAM holds a newer step than the disk, and which of the two was used shows."""
+    """An odd save, so that RAM holds a newer step than the disk, which shows which of the two was used."""
     on_disk: int
     """The step that must be on the disk before the kill."""
 
@@ -189,7 +189,7 @@ class _Training:
         self._complaints = complaints
 
     def next(self) -> dict[str, Any]:
-        """The next report of the demo; an error that ends the demo when it ended, or cannot write to the disk."""
+        """The next report of the demo; raises an error that ends the demo if it ended, or cannot write to the disk."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -211,7 +211,7 @@ class _Training:
         self._process.stdin.flush()
 
     def kill(self) -> None:
-        """End it by SIGKILL, which it cannot notice."""
+        """Kill the training by SIGKILL, which it cannot notice."""
         self._process.kill()
         self._process.wait()
 

@@ -1,4 +1,4 @@
-"""The verb `doctor`: what this machine offers, and whether every tier of a configuration does what it should."""
+"""The verb `doctor`: checks this machine, and whether every tier of a configuration works."""
 
 from __future__ import annotations
 

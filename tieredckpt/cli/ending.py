@@ -1,7 +1,7 @@
-"""How a verb ends: by SIGTERM or SIGHUP as by Ctrl-C, and never because a thread that hangs is waited for.
+"""End a verb on SIGTERM or SIGHUP as on Ctrl-C, without waiting for a thread that hangs.
 
-The first signal interrupts the verb, so that what it made is removed, and what it holds is given back. A thread that
-hangs in a device cannot be ended and would keep the process, so that an end that takes too long is cut short.
+The first signal interrupts the verb, so that it removes its temporary files and releases its locks. A thread that hangs
+in a device cannot be ended and would keep the process alive, so a slow end is cut short.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["IN_ORDER", "ended_in_order", "ends_in_time"]
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 IN_ORDER = 10.0
-"""Seconds that a verb has after a signal, and the interpreter after a verb, to end in order."""
+"""Seconds for a verb after a signal, and for the interpreter after a verb, to end in order."""
 
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Take these signals for an interrupt, but for those that are ignored, as behind nohup, or taken by somebody."""
+    """Treat these signals as an interrupt, unless they are ignored, as behind nohup, or have another handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -41,7 +41,7 @@ def ended_in_order() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    for ours in _ENDINGS:  # a second one, as systemd sends both, must not end the ending
+    for ours in _ENDINGS:  # a second signal, as systemd sends both, must not end the ending
         if signal.getsignal(ours) is _interrupt:
             signal.signal(ours, signal.SIG_IGN)
     as_of_now = signal.getsignal(signal.SIGINT)
@@ -54,8 +54,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def ends_in_time() -> Iterator[None]:
     """End this process `IN_ORDER` seconds after a signal that ends it, or after the block, whatever still runs then.
 
-    For the main thread of a process that does nothing else. A signal is seen also while that thread waits in a lock
-    or a system call: the interpreter writes its number to a socket as it comes.
+    For the main thread of a process that does nothing else. A signal is noticed even while that thread waits in a lock
+    or a system call: the interpreter writes its number to a socket at once.
     """
     seen, told = socket.socketpair()
     told.setblocking(False)
@@ -78,7 +78,7 @@ def _watch(seen: socket.socket) -> None:
         first = 0
         while number := seen.recv(1):
             if number[0] == first == signal.SIGINT:
-                break  # who presses Ctrl-C again waits for nothing
+                break  # a second Ctrl-C ends the process at once
             if not first and number[0] in (signal.SIGINT, *_ENDINGS):
                 first = number[0]
                 seen.settimeout(IN_ORDER)

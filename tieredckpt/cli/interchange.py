@@ -18,7 +18,7 @@ from tieredckpt.units import format_size
 __all__ = ["export", "import_"]
 
 _SHOWN = 5
-"""Keys that are named of those that an export leaves out."""
+"""Most keys of left-out leaves that are listed."""
 
 
 def import_(
@@ -35,7 +35,7 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Save a checkpoint of another library as the newest step of a store. Nothing in it is executed."""
-    # A checkpoint that is refused must leave no new store behind; one that the store has already need not be read.
+    # A refused checkpoint must leave no new store behind; for an existing store it need not be read first.
     found = None if is_there(store) else read_checkpoint(source, step)
     with creating(store) as opened, waiting(f"importing {source}"):
         done = import_step(found or source, opened, step, overwrite=overwrite)

@@ -38,7 +38,7 @@ def ls(store: MaybeStore = None, ram: Ram = False, as_json: Json = False) -> Non
 
 
 def state_of(step: StepInfo) -> str:
-    """Whether a step is of the branch that is being trained, and where its commit cannot be read."""
+    """State of a step: live or off-branch, and the tiers on which its commit cannot be read."""
     line = "off-branch" if step.off_branch else "live"
     return ", ".join([line, *(f"damaged on {tier}" for tier in step.damaged)])
 
@@ -49,7 +49,7 @@ def tiers_of(step: StepInfo) -> str:
 
 
 def print_steps(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> None:
-    """A table of the steps, and of those that no tier can read."""
+    """Print a table of the steps, including those that no tier can read."""
     rows: dict[int, tuple[object, ...]] = {
         step.serial: (
             step.step,
@@ -77,7 +77,7 @@ def print_steps(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> None:
 
 
 def print_tiers(tiers: Sequence[TierInfo]) -> None:
-    """A table of the tiers, nearest first."""
+    """Print a table of the tiers, nearest first."""
     rows = [
         (
             tier.name,
@@ -98,7 +98,7 @@ def print_tiers(tiers: Sequence[TierInfo]) -> None:
 def _health(tier: TierInfo) -> str:
     if not tier.healthy:
         return tier.problem
-    return "not in use" if tier.problem else tier.note or "ok"  # as RAM is that was given back
+    return "not in use" if tier.problem else tier.note or "ok"  # such as RAM that was released
 
 
 def _lost(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> dict[tuple[int, int], list[str]]:

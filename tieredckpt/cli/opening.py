@@ -1,4 +1,4 @@
-"""Opens the store that the command line names, leaving what is there as it was found."""
+"""Opens the store named on the command line, and leaves it as it was found."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ Device = Annotated[Path, typer.Option(help="Where to write: on the device that m
 
 @contextmanager
 def reading(source: str) -> Iterator[SyncStore]:
-    """The store, to look at; a trainer may be writing to it meanwhile. Raises `NotFound` where there is none."""
+    """Open the store read-only; a trainer may write to it meanwhile. Raises `NotFound` if there is none."""
     with _opened(_existing(source), read_only=True) as store:
         yield store
 
 
 @contextmanager
 def writing(source: str) -> Iterator[SyncStore]:
-    """The store, to change it. Raises `NotFound` where there is none, `Conflict` while a trainer writes to it."""
+    """Open the store to change it. Raises `NotFound` if there is none, `Conflict` while a trainer writes to it."""
     with _opened(_as_found(_existing(source)), read_only=False) as store:
         yield store
 
 
 @contextmanager
 def creating(source: str) -> Iterator[SyncStore]:
-    """The store, to add to it, or a new one; raises `Conflict` while a trainer writes to it."""
+    """Open the store, or a new one, to add steps; raises `Conflict` while a trainer writes to it."""
     with _opened(_as_found(load(source)), read_only=False) as store:
         yield store
 
@@ -86,15 +86,15 @@ def _opened(config: StoreConfig, *, read_only: bool) -> Iterator[SyncStore]:
 
 
 def newest_step(config: StoreConfig) -> StepInfo | None:
-    """The newest step in the folders of a configuration; None where there is none, or it cannot be looked at.
+    """The newest step in the folders of a configuration; None if there is none, or it cannot be read.
 
-    RAM and what lies elsewhere, as in a bucket, is not asked.
+    RAM and tiers elsewhere, such as buckets, are not asked.
     """
     return _looked_at(config, lambda store, step: step)
 
 
 def newest_arrays(config: StoreConfig) -> tuple[ArrayInfo, ...] | None:
-    """As `newest_step`, the arrays of that step."""
+    """The arrays of the step that `newest_step` finds."""
     return _looked_at(config, lambda store, step: store.describe(step.step).arrays)
 
 
@@ -135,11 +135,11 @@ def _holds_a_store(tier: TierConfig) -> bool:
     try:
         return run_aside(exists(tier))
     except TierUnavailable:
-        return True  # opening it tells what is wrong
+        return True  # opening it reports the error
 
 
 def _as_found(config: StoreConfig) -> StoreConfig:
-    """The configuration with a RAM tier that stays as it is, or, where there is none, leaves nothing behind."""
+    """The configuration with a RAM tier that stays as it is or, if there is none yet, leaves nothing behind."""
     if config.ram is None:
         return config
     if _ram_of(config):

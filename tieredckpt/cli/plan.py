@@ -1,4 +1,4 @@
-"""The verb `plan`: what a configuration costs, keeps and loses, before it runs."""
+"""The verb `plan`: predicts what a configuration costs, keeps and loses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def plan(
 
 
 def _measure(config: StoreConfig, nodes: int, nbytes: int, writes: list[str], reads: list[str]) -> None:
-    """Add what is measured to the options. Memory is as fast on every node; what many nodes share is not measured."""
+    """Add measured speeds to the options. Memory is equally fast on all nodes; tiers shared by nodes are left out."""
     if nbytes < ALIGNMENT:
         raise Invalid(f"--size: {format_size(nbytes)} measure nothing; give at least {format_size(ALIGNMENT)}")
     given = {option.partition("=")[0].strip() for option in writes}

@@ -1,4 +1,4 @@
-"""The verbs about whose RAM and whose folder it is: `ls --ram`, `forget`, `adopt`, `fork`."""
+"""The verbs for RAM and folders of stores: `ls --ram`, `forget`, `adopt`, `fork`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def forget(which: Which = None, gone: Gone = False, root: Root = None, as_json: 
         for path in paths:
             if lives(path):
                 raise Conflict(f"the RAM of store {uuid} at {path} has an agent, which still promotes from it")
-        with locked(paths):  # all of it, or a step would lose some ranks' parts
+        with locked(paths):  # all folders, or a step would lose some ranks' parts
             for path in paths:
                 remove(path)
         freed.append({"store": uuid, "memory": sum(each.nbytes for each in group), "steps": len(_steps(group))})

@@ -1,4 +1,4 @@
-"""The verb `restore`: looks at the arrays of a step, or extracts them to files."""
+"""The verb `restore`: summarizes the arrays of a step, or extracts them to files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tieredckpt.units import format_size
 __all__ = ["restore"]
 
 _FIRST = 4
-"""How many values of an array are shown."""
+"""Number of values of an array that are shown."""
 
 
 def restore(
@@ -62,7 +62,7 @@ def restore(
 def _look(
     copy: StepCopy, *, keys: list[str] | None, target: str | None
 ) -> tuple[StepDetails, list[dict[str, Any]], Mapping[str, int], bool]:
-    """The step that was read, its summaries if it was not extracted, whence it came, and whether it is a lossy copy."""
+    """The restored step, its summaries unless it was extracted, bytes by tier, and whether it is a lossy copy."""
     details = copy.describe(keys)
     with bar("restoring", sum(array.nbytes for array in details.arrays)) as progress:
         if target is not None:
@@ -77,7 +77,7 @@ def _look(
 
 
 def _target(to: str) -> str:
-    """As `export` has it. A name that looks like a file of another format gets no folder of ``.npy`` instead."""
+    """The target in the form of `export`. A name like a file of another format gets no folder of ``.npy``."""
     refuse_url(to)
     suffix = Path(to).suffix
     if suffix in ("", ".npz"):
@@ -89,7 +89,7 @@ def _target(to: str) -> str:
 
 
 def _summary(array: npt.NDArray[Any]) -> dict[str, Any]:
-    """Minimum, maximum and mean where they mean something, and the first values, as Python numbers."""
+    """Minimum, maximum and mean where they are defined, and the first values, as Python numbers."""
     told: dict[str, Any] = {"min": None, "max": None, "mean": None}
     if array.dtype.kind in "mM":  # times, of which NumPy takes no mean
         if array.size:

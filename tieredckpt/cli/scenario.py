@@ -140,7 +140,7 @@ def scenario(
     tier_mtbf: Sequence[str] | None = None,
     tier_repair: str = "30 min",
 ) -> Asked:
-    """The scenario of the options, with assumptions for those that are missing. Raises `Invalid` for what cannot be."""
+    """The scenario of the options, with assumptions for missing ones. Raises `Invalid` for impossible values."""
     config = load(source)
     writes, reads = rates("--bandwidth", bandwidth, nodes), rates("--read-bandwidth", read_bandwidth, nodes)
     found: list[Assumption] = []
@@ -181,7 +181,7 @@ _UNTOLD = "nothing tells it"
 
 
 def _state(config: StoreConfig, nodes: int, found: list[Assumption]) -> int:
-    """The size of the newest step of the store, if a folder of this machine has one, else so much for each node."""
+    """The size of the newest step, if a folder of this machine has one; else a default for each node."""
     if (newest := newest_step(config)) is not None and newest.nbytes:
         why = f"step {newest.step} of this store has so many"
         found.append(Assumption("state", format_size(newest.nbytes), why))
@@ -192,7 +192,7 @@ def _state(config: StoreConfig, nodes: int, found: list[Assumption]) -> int:
 
 
 def _of_lossy_rules(config: StoreConfig, *, known: bool) -> list[Assumption]:
-    """What is taken of the rules, of which the arrays are known or not."""
+    """The assumptions about lossy rules, with or without known arrays."""
     rules, found = [rule for tier in config.derived for rule in tier.lossy], []
     untold = "no step tells which arrays the keys of rules mean"
     if not known and any(not rule.drop for rule in rules):

@@ -1,4 +1,4 @@
-"""The verb `show`: one step in full, but for the values of its arrays."""
+"""The verb `show`: prints one step in full, except the values of its arrays."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def show(store: StorePath, step: Step = None, serial: Serial = None, as_json: Js
 
 
 def _loss(how: Derivation, array: Rounded) -> tuple[str, str]:
-    """The rule by which an array was rounded, and the largest error that was found."""
+    """The rule that rounded an array, and the largest error found."""
     rule = how.rules[array.rule]
     kept = f", {array.exact_chunks} chunks as they were" if array.exact_chunks else ""
     if rule.max_error is not None:
@@ -85,7 +85,7 @@ def _facts(details: StepDetails) -> Iterator[tuple[str, object]]:
 
 
 def _policy(policy: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """A line for each setting, one for each tier; the record may hold anything, so nothing is relied on."""
+    """A line for each setting, and for each tier; the record may hold anything, so its form is not trusted."""
     for name, value in policy.items():
         if name != "tiers" or not isinstance(value, list):
             yield name, _setting(value)

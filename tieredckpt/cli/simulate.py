@@ -1,4 +1,4 @@
-"""The verb `simulate`: a training under failures, with the very policies of its configuration."""
+"""The verb `simulate`: runs a training under failures with the configuration's own policies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DAYS_MAX = 366_000.0
 """A millennium, as a duration has at most; `inf` would never end."""
 
 _SWEPT_DAYS = 10.0
-"""Each point of a picture is simulated for so long at most."""
+"""Most days for which each point of a picture is simulated."""
 
 
 def simulate(

@@ -1,6 +1,6 @@
-"""The standard streams of the command: a reader that goes away, a full disk or an ASCII terminal is no defect of it.
+"""The standard streams of the command: a vanished reader, a full disk or an ASCII terminal is not reported as a defect.
 
-A tool whose output cannot be written says so and fails; one whose reader has gone ends as SIGPIPE would end it.
+If its output cannot be written, the command says so and fails; if its reader has gone, it ends as by SIGPIPE.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Output(io.FileIO):
 
 class _Errors(io.FileIO):
     def write(self, data: Any, /) -> int:
-        with contextlib.suppress(OSError):  # there is nowhere to tell it
+        with contextlib.suppress(OSError):  # there is nowhere to report it
             return super().write(data)
         return len(data)
 
@@ -59,7 +59,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def _open_what_is_closed() -> None:
-    """Or the next file that is opened, which may be a store's, would be the output."""
+    """Open closed standard streams: else the next opened file, perhaps a store's, would become the output."""
     for number, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""The verbs `promote`, `evict`, `delete` and `collect`: what the policies do, by hand."""
+"""The verbs `promote`, `evict`, `delete` and `collect`: do by hand what the policies do."""
 
 from __future__ import annotations
 

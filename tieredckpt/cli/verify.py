@@ -68,12 +68,12 @@ def _rate(text: str | None) -> float | None:
 
 
 def _held(store: SyncStore, tier: str | None) -> int:
-    """About how much whole tiers have to be read."""
+    """Bytes to read for whole tiers, about."""
     return sum(info.used for info in store.tier_infos() if tier in (None, info.name))
 
 
 def _nbytes(store: SyncStore, number: int | None, tier: str | None) -> int:
-    """About how much is read of one step."""
+    """Bytes to read for one step, about."""
     steps = store.steps()
     if not steps:
         return 0
@@ -134,7 +134,7 @@ def _result(each: Verified) -> str:
 
 
 def _tell_of_losses(found: Sequence[Verified]) -> None:
-    """Name what is intact nowhere, once for all tiers."""
+    """Print the arrays that are intact on no tier, once for all tiers."""
     lost: dict[tuple[int, int], set[str]] = {}
     for each in found:
         if each.id is not None and each.lost:
