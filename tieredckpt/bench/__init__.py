@@ -1,1 +1,1 @@
-"""Measurements that users run on their own machine, as ratios within one run; the command line shows them."""
+"""Benchmarks that users run on their own machine, as ratios within one run; the command line shows them."""

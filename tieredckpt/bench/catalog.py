@@ -1,7 +1,7 @@
-"""What a long history costs: opening a directory that holds many steps and chunks, and saving one more.
+"""The cost of a long history: opening a directory that holds many steps and chunks, and saving one more.
 
-The history is written as the library would have written it, but for the chunks' bytes: packs are holes with a
-footer. Nothing of them is read by opening or saving.
+The history is written as the library writes it, but without the chunks' bytes: packs are holes with a footer. Opening
+and saving do not read chunks.
 
 ``python -m tieredckpt.bench.catalog`` reads a `CatalogSpec` from stdin as JSON, and writes its figures to a file.
 """
@@ -38,17 +38,17 @@ _DISK = "disk"
 
 
 class CatalogSpec(IsolatedSpec, frozen=True, kw_only=True):
-    """How long a history."""
+    """Length of the history."""
 
     steps: int
     chunks: int
-    """Of each step; no two are alike."""
+    """Chunks of each step; no two are equal."""
 
 
 def measure_catalog(spec: CatalogSpec) -> dict[str, float]:
-    """Seconds to open a directory with that history, and what a save that reaches it takes beyond an empty one's.
+    """Seconds to open a directory with that history, and the extra time of a save to it over one to an empty directory.
 
-    It is opened first by somebody who knows nothing of it, and so reads all of it, and then as every time after.
+    The first opening knows nothing of the directory and reads all of it; later ones do not.
     """
     tree = {f"array{number:04}": np.full(_CHUNK, number % 251, dtype=np.uint8) for number in range(spec.chunks)}
     large, empty = (_config(spec, name) for name in ("large", "empty"))
@@ -82,7 +82,7 @@ def measure_catalog(spec: CatalogSpec) -> dict[str, float]:
 
 
 def _open(config: StoreConfig) -> tuple[float, SyncStore]:
-    gc.collect()  # what the store before has left would be collected meanwhile
+    gc.collect()  # else the garbage of the store before would be collected meanwhile
     begin = time.perf_counter()
     store = CheckpointStore.open(config).sync()
     store.__enter__()

@@ -1,8 +1,8 @@
-"""What a `chfs` tier costs, next to a bare loop over libchfs and to directories.
+"""The speed of a `chfs` tier, next to a bare loop over libchfs and to directories.
 
-In each round the same bytes go, in objects of one size, through the tier's worker, through a loop over libchfs
-with the same chunk size and threads, and to directories; and a whole checkpoint is promoted and restored. The
-medians of the rounds are compared, since a machine differs more from minute to minute than these do.
+In each round the same bytes go, in objects of one size, through the tier's worker, through a loop over libchfs with the
+same chunk size and threads, and to directories; and a whole checkpoint is promoted and restored. The medians of the
+rounds are compared, since a machine's speed varies more from minute to minute than between these.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class ChfsFigures:
     chunk_size: int
     threads: int
     nbytes: int
-    """Of the objects of a round, and nearly those of the checkpoint."""
+    """Bytes of the objects of a round, and nearly those of the checkpoint."""
     seconds: dict[str, float]
-    """What each thing took for ``nbytes``."""
+    """Seconds of each contender for ``nbytes``."""
     ratios: dict[str, float]
-    """Speeds over each other; above 1, the first is the faster one."""
+    """Ratios of speeds; above 1, the first is faster."""
 
 
 async def measure_chfs(
@@ -67,7 +67,7 @@ async def measure_chfs(
         tier: reached through its worker.
         nbytes: of a round, rounded to whole objects.
         rounds: how often everything is done, after once to warm up.
-        directory: on the medium that CHFS uses, for what that gives without it.
+        directory: on the medium that CHFS uses, to measure it without CHFS.
         shared: on the file system that checkpoints would be written to without CHFS.
 
     Raises:
@@ -85,7 +85,7 @@ async def measure_chfs(
         link = store.link
         assert link is not None
         stack.push_async_callback(_tidy, store, tier.folder)
-        await link.ask(frames.MakeFolder(tier.folder))  # else what the bare loop has left there may not be listed
+        await link.ask(frames.MakeFolder(tier.folder))  # else the objects of the bare loop may not be listed
         objects = _Objects(nbytes)
         stack.push_async_callback(in_thread, objects.slab.close)
         stores: dict[str, BlobStore] = {"worker": store}
@@ -94,7 +94,7 @@ async def measure_chfs(
             if parent is not None:
                 folders[name] = Path(await in_thread(tempfile.mkdtemp, None, "tieredckpt-bench-", parent))
                 stack.push_async_callback(in_thread, shutil.rmtree, folders[name])
-                # CHFS never syncs either; the shared file system is to be as durable as a checkpoint there is.
+                # CHFS never syncs either; the shared file system must be as durable as for a checkpoint.
                 fsync, direct = (True, None) if name == "shared" else (False, False)
                 opened = partial(PosixStore, folders[name] / "objects", fsync=fsync, direct=direct)
                 stores[name] = await in_thread(opened)
@@ -109,7 +109,7 @@ async def measure_chfs(
         stack.enter_context(bare)
         contenders = ["bare", *stores]
         for turn in range(rounds + 1):
-            first = turn % len(contenders)  # each contender starts first in turn: it meets what the one before left
+            first = turn % len(contenders)  # each contender starts first in turn, to spread effects of the order
             for name in contenders[first:] + contenders[:first]:
                 if name == "bare":
                     await in_thread(_bare_round, bare, f"{tier.folder}/bare", objects.count, seconds)
@@ -150,7 +150,7 @@ def _ratios(medians: dict[str, float]) -> dict[str, float]:
 
 
 class _Objects:
-    """Objects of one size, written from shared memory and read into it, as those of the RAM tier are."""
+    """Objects of one size, written from shared memory and read into it, as with the RAM tier."""
 
     def __init__(self, nbytes: int) -> None:
         self.size = min(_OBJECT, nbytes)
@@ -183,14 +183,14 @@ class _Objects:
 
 
 async def _tidy(store: ChfsStore, path: str) -> None:
-    await store.connect()  # anew, where what failed has ended the worker
+    await store.connect()  # again, if the failure has ended the worker
     assert store.link is not None
     with suppress(NotFound):  # nothing was written yet
         await _erase(store.link, path)
 
 
 async def _erase(link: Link, path: str) -> None:
-    """Remove ``path`` and everything below it; nobody may be writing there."""
+    """Remove ``path`` and everything below it; no other process may write there."""
     for name, kind in await link.ask(frames.ListFolder(path)):
         below = f"{path}/{name}"
         if kind == "folder":

@@ -1,4 +1,4 @@
-"""What codecs and the lossy rules of a tier make of arrays: stored bytes, CPU time, and the largest error."""
+"""The effect of codecs and lossy rules on arrays: stored bytes, CPU time, and the largest error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CodecRow:
 
 
 class Chunks:
-    """Chunks of arrays, one after the other: of many, one in ``every``."""
+    """Chunks of arrays, one after the other; takes only one chunk in ``every``."""
 
     def __init__(self, chunk_size: int, every: int) -> None:
         self._size, self._every, self._number = chunk_size, every, 0
@@ -61,15 +61,15 @@ class Chunks:
 def measure_codecs(
     arrays: Iterable[tuple[str, npt.NDArray[Any]]], chunk_size: int, *, every: int = 1, bound: Bound | None = None
 ) -> list[CodecRow]:
-    """Compress and decompress arrays, by key, chunk by chunk; of many chunks one in ``every``.
+    """Compress and decompress arrays, by key, chunk by chunk; only one chunk in ``every``.
 
-    With a ``bound``, as a tier with a lossy rule for all keys has them. The last rows are those of all arrays.
+    With a ``bound``, arrays are rounded as by a lossy rule for all keys. The last rows are those of all arrays.
     """
     rows: dict[tuple[str, str], CodecRow] = {}
     chunks = Chunks(chunk_size, every)
     room = np.empty(max(encoding.stored_size(chunk_size) for encoding in CODECS.values()), np.uint8)
     into = np.empty(chunk_size, np.uint8)
-    # Beside the main thread, where Blosc would take more than one.
+    # Not on the main thread, where Blosc would use several threads.
     with ThreadPoolExecutor(1) as thread:
         for key, array in arrays:
             for exact in chunks.of(array):
@@ -88,14 +88,14 @@ def measure_codecs(
 def rounded(
     chunk: npt.NDArray[np.uint8], dtype: np.dtype[Any], bound: Bound
 ) -> tuple[npt.NDArray[np.uint8], float | None]:
-    """A chunk as a lossy rule has it, and its largest error; as it was, and None, if it is outside of the bound."""
+    """A chunk rounded as by a lossy rule, and its largest error; the chunk itself and None if it exceeds the bound."""
     found = chunk.copy()
     worst = round_values(found, dtype, bound)
     return (chunk, None) if worst is None else (found, worst)
 
 
 def larger(one: float | None, other: float | None) -> float | None:
-    """The larger of two errors, of which either may not be there."""
+    """The larger of two errors, either of which may be None."""
     return max((each for each in (one, other) if each is not None), default=None)
 
 
@@ -117,7 +117,7 @@ def _measure(
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    """CPU seconds of a call, the least of some."""
+    """CPU seconds of a call, the least of several."""
     found = math.inf
     for _ in range(_REPEATS):
         begin = time.process_time()
@@ -149,7 +149,7 @@ class RuleRow:
     arrays: int = 0
     nbytes: int = 0
     stored: int = 0
-    """With the tier's codec."""
+    """Stored bytes with the tier's codec."""
     worst: float | None = None
     """The largest error found of a value, relative or absolute as the rule is; None if none was rounded."""
 
@@ -158,7 +158,7 @@ class LossyTier:
     """Rounds arrays as a tier with lossy rules does, one after the other."""
 
     def __init__(self, config: TierConfig, keys: Sequence[str], chunk_size: int, *, every: int = 1) -> None:
-        """``keys`` are those of all arrays; of many chunks one in ``every`` is looked at."""
+        """``keys`` are those of all arrays; only one chunk in ``every`` is measured."""
         self._rules, self._encoding = as_recorded(config.lossy), CODECS[config.codec]
         self._first = first_rules(self._rules, keys)
         self._chunks = Chunks(chunk_size, every)
@@ -167,7 +167,7 @@ class LossyTier:
         self.rows.append(RuleRow(config.name, (), "exact"))
 
     def add(self, key: str, array: npt.NDArray[Any]) -> None:
-        """Count an array in, by the first rule that means it."""
+        """Add an array, by the first rule that matches it."""
         number = self._first.get(key, -1)
         row = self.rows[number]
         row.arrays += 1

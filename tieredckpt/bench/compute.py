@@ -1,4 +1,4 @@
-"""A loop that computes as a training does, and what it loses to work in the background."""
+"""A loop that computes as a training does, and the time that background work takes from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CALIBRATION = 0.4
 class ComputeLoop:
     """Iterations of a matrix product and a little Python, about a millisecond each, on one core.
 
-    The process is to run with one BLAS thread: with more, the loop's own threads would fight for the cores.
+    The process must run with one BLAS thread: with more, the loop's own threads would compete for the cores.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ComputeLoop:
 
     def _iterate(self) -> None:
         np.matmul(self._a, self._b, out=self._out)
-        sum(i * i for i in range(1000))  # what holds the interpreter, as a training's own Python does
+        sum(i * i for i in range(1000))  # this holds the interpreter, as a training's own Python does
 
     def undisturbed(self) -> float:
         """Seconds of an iteration when nothing else runs: the median over `_CALIBRATION` seconds."""
@@ -43,7 +43,7 @@ class ComputeLoop:
         return statistics.median(took)
 
     def lost(self, work: Callable[[], object]) -> float:
-        """Seconds that the loop loses while ``work`` waits in another thread for what goes on behind."""
+        """Seconds that the loop loses while ``work``, in another thread, waits for background work."""
         iteration = self.undisturbed()
         errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""How long a step takes from RAM until it is durable on a device, with each codec: by the promotion that stores use."""
+"""Time from RAM until a step is durable on a device, with each codec, by the promotion that stores use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tieredckpt.sync import SyncStore
 __all__ = ["RUNS", "DurableRow", "Sample", "measure_durable"]
 
 RUNS = 2
-"""Of each codec, of which the faster counts."""
+"""Runs of each codec; the faster one counts."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class DurableRow:
 
     codec: str
     nbytes: int
-    """Of the step's arrays."""
+    """Bytes of the step's arrays."""
     written: int
     """Bytes of packs."""
     seconds: float
@@ -39,7 +39,7 @@ class DurableRow:
 
 
 class Sample:
-    """The beginnings of arrays, the same share of each, so that they are ``nbytes`` of ``total`` together."""
+    """The beginnings of arrays, the same share of each, for ``nbytes`` of ``total`` in all."""
 
     def __init__(self, nbytes: int, total: int) -> None:
         self._share = min(1.0, nbytes / max(total, 1))
@@ -65,7 +65,7 @@ def measure_durable(
     Args:
         arrays: by key; RAM must have room for them.
         folder: on the device.
-        bound: as a tier with a lossy rule for all keys has it.
+        bound: that of a lossy rule for all keys.
         bandwidth: bytes a second that the device is slowed down to.
         threads: that compress.
         done: called after each promotion, of which there are two for each codec.
@@ -84,7 +84,7 @@ def measure_durable(
                 row.written = store.promote(1, f"{codec}{run}")
                 row.seconds = min(row.seconds, time.monotonic() - begin)
                 store.evict(1, f"{codec}{run}")
-                store.collect()  # or the device deletes while it is measured
+                store.collect()  # else the device would delete during the measurement
                 done()
             rows.append(row)
     return rows

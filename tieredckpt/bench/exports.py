@@ -1,4 +1,4 @@
-"""What exports behind the training take: the whole state, as safetensors, beside a direct write of as many bytes.
+"""The time of exports in the background: the whole state, as safetensors, beside a direct write of as many bytes.
 
 ``python -m tieredckpt.bench.exports`` reads an `ExportSpec` from stdin as JSON, and writes its figures to a file.
 """
@@ -25,11 +25,11 @@ __all__ = ["ExportSpec", "measure_exports"]
 # What a turn waits for: a step that RAM has no room for is never exported.
 _ENDS = SaveSkipped | StepExported | ExportFailed
 _GLANCE = 0.001
-"""Seconds between two looks whether an export has begun."""
+"""Seconds between two checks whether an export has begun."""
 
 
 class ExportSpec(IsolatedSpec, frozen=True, kw_only=True):
-    """Of which state."""
+    """The state to export."""
 
     workload: str
     nbytes: int
@@ -37,7 +37,7 @@ class ExportSpec(IsolatedSpec, frozen=True, kw_only=True):
 
 
 def measure_exports(spec: ExportSpec) -> dict[str, float]:
-    """Exports as they are and with floats cast to bfloat16, beside direct writes; and what they add to a stall."""
+    """Exports, exact and with floats cast to bfloat16, beside direct writes; and the time that they add to a stall."""
     state = workload_named(spec.workload).build(spec.nbytes)
     limits = Limits(state, Path(spec.folder), spec.threads)
     try:
@@ -67,16 +67,16 @@ def _beside_writes(spec: ExportSpec, state: State, limits: Limits, cast: str | N
             store.save(step, state)
             event = _exported(step, ended)
             written = limits.write(event.nbytes)
-            if step:  # the first one waits for memory that is new
+            if step:  # the first export waits for new memory
                 exports.append(event.seconds)
                 writes.append(written)
     return statistics.median(exports), statistics.median(writes)
 
 
 def _stalls(spec: ExportSpec, state: State, other: State) -> tuple[float, float] | None:
-    """Seconds until `save` returns while nothing is exported, and while the step before is, in turns.
+    """Seconds until `save` returns, in turns without an export and while the step before is exported.
 
-    Both follow another save at once. None where no export lasted as long as the save beside it.
+    Both immediately follow another save. None if no export lasted as long as the save beside it.
     """
     ended: queue.Queue[Event] = queue.Queue()
     alone: list[float] = []
@@ -109,7 +109,7 @@ def _exported(step: int, ended: queue.Queue[Event]) -> StepExported:
 
 
 def _config(spec: ExportSpec, name: str, cast: str | None = None, every: int = 1) -> StoreConfig:
-    """Of a store of its own: one of the same place would go on with the exports of the one before.
+    """The configuration of a new store: one at the same place would continue the exports of the one before.
 
     Step numbers that are multiples of ``every`` are exported.
     """

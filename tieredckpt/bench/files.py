@@ -1,4 +1,4 @@
-"""What a save leaves in its folder, and how a file is made cold again."""
+"""The files that a save leaves in its folder, and how to drop a file from the page cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Listing:
 
     @classmethod
     def of(cls, folder: Path) -> Listing:
-        """Look at every file."""
+        """List every file."""
         sizes: dict[tuple[int, int], int] = {}
         for _, found in _files(folder):
             sizes[found.st_ino, found.st_mtime_ns] = found.st_size
@@ -31,7 +31,7 @@ class Listing:
 
 
 def _files(folder: Path) -> list[tuple[Path, os.stat_result]]:
-    """Every file; one that is deleted meanwhile, as that of a lease that is renewed, is left out."""
+    """Every file; a file that is deleted meanwhile, such as that of a renewed lease, is left out."""
     found = []
     for where, _, names in os.walk(folder):
         for path in (Path(where, name) for name in names):
@@ -48,7 +48,7 @@ def largest_first(folder: Path) -> list[Path]:
 def forget(folder: Path) -> None:
     """Take the files below ``folder`` out of the page cache, so that they are read from the device.
 
-    posix_fadvise(2) drops clean pages alone, so each file is synced first.
+    posix_fadvise(2) drops only clean pages, so each file is synced first.
     """
     for path, _ in _files(folder):
         try:

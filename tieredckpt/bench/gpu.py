@@ -1,7 +1,6 @@
-"""What saves and restores of device memory cost: stall, overlap with training, and restore, beside the peers.
+"""The cost of saves and restores of device memory: stall, overlap with training, and restore, beside the peers.
 
-What works on a device is behind `Training` and `DevicePeer`, so that this module needs none; `peers.gpu` has those of
-torch.
+`Training` and `DevicePeer` hide the device, so that this module needs none; `peers.gpu` implements them for torch.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ AIMS = (
 )
 
 _SLAB = 64 << 20
-"""Bytes of a slab at least."""
+"""Least bytes of a slab."""
 _TRIES = 3
-"""Steps of which the median tells how long they last."""
+"""Steps whose median gives the duration of a step."""
 
 
 class Training(Protocol):
@@ -53,13 +52,13 @@ class Training(Protocol):
         """The arrays themselves, not copies."""
 
     def forward(self) -> None:
-        """All of a step that does not change the state: its ``passes``."""
+        """Run the ``passes`` of a step, the part that does not change the state."""
 
     def change(self) -> None:
-        """The step of the optimizer."""
+        """Run the step of the optimizer."""
 
     def synchronize(self) -> None:
-        """Return when all that the training enqueued is done, whatever else the device still does."""
+        """Wait for all work that the training enqueued, whatever else the device still does."""
 
     def copies(self) -> tuple[float, float]:
         """Seconds of a copy of ``nbytes`` from the device to page-locked memory, and of one back."""
@@ -71,31 +70,31 @@ class DevicePeer(Protocol):
     name: str
 
     def save(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Write a new file or folder. Return when it says so."""
+        """Write a new file or folder, and return when the peer does."""
 
     def captured(self) -> None:
-        """Return when the state may be changed."""
+        """Wait until the state may be changed."""
 
     def durable(self) -> None:
-        """Return when the save is complete."""
+        """Wait until the save is complete."""
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End the background work."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """Medians of one way to save, in seconds; None for what it does not do."""
+    """Medians of one way to save, in seconds; None for what the way does not do."""
 
     name: str
     stall_s: float
-    """The trainer waits for `save` and until it may change the state, one after the other."""
+    """The trainer waits for `save`, and then until it may change the state."""
     durable_s: float
     """From the call until the save is complete."""
     step_s: float
     """A training step with a save beside it."""
     waited_s: float
-    """What the trainer waits in that step, beyond the forward and backward pass."""
+    """Time that the trainer waits in that step, beyond the forward and backward pass."""
     plain_s: float
     """A training step without a save, measured in turns with those."""
     restore_s: float | None = None
@@ -111,7 +110,7 @@ class GpuReport:
     passes: int
     """Forward and backward passes of a step."""
     forward_s: float
-    """Of these passes together; what hides a copy."""
+    """Seconds of these passes together, which can hide a copy."""
     copy_out_s: float
     copy_in_s: float
     rows: Sequence[GpuRow]
@@ -142,7 +141,7 @@ def measure(
 ) -> GpuReport:
     """Measure this library's ways to save, then each peer; ``folder`` is where they write.
 
-    One that fails costs the others nothing.
+    A failure of one does not affect the others.
     """
     begin = time.monotonic()
     progress("copies and training steps")
@@ -170,7 +169,7 @@ def measure(
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
             progress(f"{name} failed: {failed[name]}")
-        else:  # a run that is cut off before its report has told this
+        else:  # else a run that is cut off before its report has printed this
             progress(f"{name}: {_told(rows[-1])}")
     return GpuReport(training.device, training.nbytes, training.passes, forward_s, out_s, in_s, rows, failed)
 
@@ -183,7 +182,7 @@ def _told(row: GpuRow) -> str:
 
 
 def _lengthen(training: Training, least: float) -> float:
-    """Give a step as many passes as last ``least`` seconds, and return the seconds that they do last."""
+    """Give a step enough passes to last ``least`` seconds; returns the seconds that they last."""
     training.passes = 1
     while True:
         took = median(_forward(training) for _ in range(_TRIES))
@@ -211,10 +210,10 @@ def _room(folder: Path) -> Iterator[Path]:
 
 
 def _timed(training: Training, save: Callable[[], None], captured: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of a step with a save beside it, and what of them the trainer waits for the save.
+    """Seconds of a step with a save beside it, and the part of them for which the trainer waits for the save.
 
-    Before the optimizer's step the trainer waits for the gradients, as one does that looks whether they are finite.
-    So what it waits for the save after that is time in which the device has nothing to do.
+    Before the optimizer's step the trainer waits for the gradients, as a trainer does that checks whether they are
+    finite. So the device is idle while it waits for the save after that.
     """
     training.synchronize()
     begin = time.perf_counter()
@@ -244,7 +243,7 @@ def _in_turns(
 ) -> tuple[float, float, float]:
     """As `_timed`, and the seconds of a step without a save, which comes first in every other round.
 
-    Before each is a step that does not count: a device that has idled is slow at first.
+    A step that does not count precedes each: a device that was idle is slow at first.
     """
     step = waited = plain = 0.0
     for beside in (True, False) if number % 2 else (False, True):
@@ -337,5 +336,5 @@ def _peer(training: Training, folder: Path, peer: DevicePeer, rounds: Rounds) ->
 
 
 def no_device(why: str) -> DeviceUnavailable:
-    """What is raised where there is nothing to measure."""
+    """The error if there is nothing to measure."""
     return DeviceUnavailable(f"there is no CUDA device to measure: {why}. `tieredckpt doctor` tells more")

@@ -1,4 +1,4 @@
-"""What a run of `bench gpu` may take: how large its state is, and how often each way to save is measured."""
+"""Bounds of a run of `bench gpu`: the size of its state, and how often each way to save is measured."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["HIDES", "WAYS", "Bounds", "Rounds", "write_rate"]
 
 WAYS = ("copy", "lazy")
 _WARM_UP = 30.0
-"""Seconds at most before any round is measured: memory is taken and registered behind the first saves."""
+"""Most seconds before a round is measured: the first saves allocate and register memory in the background."""
 _SAVES = 2
-"""Of a round: one by itself, one beside a training step."""
+"""Saves of a round: one by itself, one beside a training step."""
 _STEPS = 5
-"""Of a round: one with a save, one without, one before each of them, and one that changes what was restored."""
+"""Steps of a round: one with a save, one without, one before each of them, and one that changes the restored values."""
 _COPIES = 3
-"""Of a round that wait for nothing: of the save by itself, of what of the other save is left, of the restore."""
+"""Copies of a round that nothing hides: of the save by itself, of the rest of the other save, of the restore."""
 HIDES = 1.5
-"""How long forward and backward pass of a step last, over a copy of the state: no shorter step can hide it."""
+"""Duration of the forward and backward pass, over that of a copy of the state: no shorter step can hide it."""
 _LARGEST = 20_000_000_000
 _SAMPLE = 256 << 20
 """Bytes that `write_rate` writes."""
@@ -32,12 +32,12 @@ _SAMPLE = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a run may take."""
+    """Limits of a run."""
 
     seconds: float
     """In all, about: each way to save gets an equal share, but at least one round of two saves."""
     repeats: int
-    """Rounds that are measured of each way at most."""
+    """Most rounds that are measured of each way."""
     write_rate: float
     """Bytes a second that the folder takes."""
     copy_rate: float
@@ -46,7 +46,7 @@ class Bounds:
 
     @property
     def share(self) -> float:
-        """Seconds of one way."""
+        """Seconds for one way."""
         return self.seconds / (len(WAYS) + self.peers)
 
     @property
@@ -63,7 +63,7 @@ class Bounds:
         return min(self.share, self.warm_up + self.repeats * self.round(nbytes))
 
     def largest(self, device: int, host: int, disk: int) -> int:
-        """Bytes of a state that fits into the memory that is free, and of which a share has time for two rounds.
+        """Bytes of the largest state that fits into the free memory, and with which a share has time for two rounds.
 
         The training has gradients beside its state; the host has two snapshots, and a peer a copy and what it
         serializes; the disk has three steps.
@@ -82,7 +82,7 @@ def write_rate(folder: Path) -> float:
 
 
 class Rounds:
-    """The rounds of one way, which begins now: the first ones, and those that count, as far as its time goes."""
+    """The rounds of one way, which begins now: the first ones, and those that count, as far as time permits."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._begin, self._bounds = time.monotonic(), bounds
@@ -95,7 +95,7 @@ class Rounds:
 
     @staticmethod
     def _until(end: float) -> Iterator[None]:
-        """At least one, and no other that would end after ``end`` if it took as long as those before."""
+        """At least one round, and no other that would end after ``end`` at the speed of those before."""
         begin = time.monotonic()
         for done in count(1):
             yield

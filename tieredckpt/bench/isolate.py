@@ -1,4 +1,4 @@
-"""Runs a measurement in processes of its own, in folders that are gone afterwards, whatever becomes of it."""
+"""Runs a measurement in processes and folders of its own, which are removed in any case."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""What the compute loop needs; see `tieredckpt.bench.compute`. Copies of the frameworks go by other threads."""
+"""Settings of the compute loop, see `tieredckpt.bench.compute`. Copies of the frameworks use other threads."""
 _COMPLAINT = 400
 _GLANCE = 0.02
-"""Seconds between two looks at processes that run."""
+"""Seconds between two checks of running processes."""
 
 
 class Failed(TieredCkptError):
@@ -48,7 +48,7 @@ class Failed(TieredCkptError):
 
 
 class IsolatedSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a measurement in a process of its own needs to know besides what it measures."""
+    """Settings of every measurement in a process of its own."""
 
     folder: str
     """Empty; on the device that is measured."""
@@ -98,7 +98,7 @@ def places(parent: Path) -> Iterator[Places]:
 def run_isolated(
     kind: type[R], module: str, parent: Path, make_spec: Callable[..., IsolatedSpec], *, timeout: float
 ) -> R:
-    """What ``python -m module`` has measured, in new folders below ``parent``, which ``make_spec`` is called with.
+    """Result of ``python -m module``, in new folders below ``parent``, with which ``make_spec`` is called.
 
     Raises:
         Failed: as of `run_together`.
@@ -109,7 +109,7 @@ def run_isolated(
 
 
 def run_together(module: str, ranks: Sequence[tuple[IsolatedSpec, Sequence[int]]], *, timeout: float) -> None:
-    """Run ``python -m module`` as several processes at once: the spec on the stdin of each, and what it inherits.
+    """Run ``python -m module`` as several processes at once, each with its spec on stdin and its inherited descriptors.
 
     Raises:
         Failed: one ended with an error, or took more than ``timeout`` seconds; the message ends with its last words.
@@ -136,7 +136,7 @@ def run_together(module: str, ranks: Sequence[tuple[IsolatedSpec, Sequence[int]]
 def _started(
     module: str, spec: IsolatedSpec, inherited: Sequence[int]
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """The process, which is ended in the end, and what it says."""
+    """The process, which is killed in the end, and its output."""
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(  # noqa: S603  # the command is ours
             [sys.executable, "-P", "-m", module],
@@ -157,8 +157,8 @@ def _started(
 
 
 def measure_what_is_asked(kind: type[S], measure: Callable[[S], object]) -> None:
-    """Write what ``measure`` returns for the spec on stdin to the file that this names; ends with whoever asked."""
-    # Not through sys.stdin, whose lock a thread that waits there would hold when the interpreter ends.
+    """Write the result of ``measure`` for the spec on stdin to the file that it names; ends with the parent process."""
+    # Not through sys.stdin: a waiting thread would hold its lock when the interpreter ends.
     data = b""
     while not data.endswith(b"\n") and (more := os.read(0, 1 << 16)):
         data += more
@@ -173,18 +173,18 @@ def measure_what_is_asked(kind: type[S], measure: Callable[[S], object]) -> None
         told = measure(spec)
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # nothing is closed: other ranks, which it would wait for, are ended by whoever asked
+        os._exit(1)  # nothing is closed, since closing would wait for other ranks, which the parent kills
     Path(spec.result).write_bytes(msgspec.json.encode(told))
 
 
 def _tell(stdin: IO[bytes], spec: IsolatedSpec) -> None:
-    with suppress(BrokenPipeError):  # its exit code and last words tell why
+    with suppress(BrokenPipeError):  # its exit code and last output tell why
         stdin.write(msgspec.json.encode(spec) + b"\n")
         stdin.flush()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the process and of those that it started."""
+    """Kill the process and the processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -203,7 +203,7 @@ def seats(ranks: int) -> Iterator[list[tuple[int, ...]]]:
 
 
 class Meeting:
-    """One rank's seat. To call it waits until every rank has called it as often; alone it returns at once."""
+    """A barrier of the ranks: a call waits until every rank has called it as often. A single rank does not wait."""
 
     def __init__(self, seat: Sequence[int]) -> None:
         self._seat = seat

@@ -1,4 +1,4 @@
-"""What the machine can do with the bytes of a state: copy, hash, write, read, and hand out fresh memory."""
+"""The machine's limits for the bytes of a state: copy, hash, write, read, and fresh memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FRESH = 256 << 20
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long ``work`` takes."""
+    """Seconds of ``work``."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
@@ -45,7 +45,7 @@ class Limits:
         self._memory = warm_memory(_BLOCK)
 
     def close(self) -> None:
-        """Give back the threads and the file."""
+        """Release the threads and the file."""
         self._pool.shutdown()
         self._file.unlink(missing_ok=True)
 
@@ -62,7 +62,7 @@ class Limits:
         return self._seconds(lambda: list(self._pool.map(copy, self._state)))
 
     def memcpy_by_one(self) -> float:
-        """The same with one thread."""
+        """As `memcpy`, with one thread."""
 
         def copy() -> None:
             for key, array in self._state.items():

@@ -1,4 +1,4 @@
-"""What the figures were measured on: the machine, and the versions of what was measured."""
+"""Describes the machine, and the versions of the measured packages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe_machine(folder: Path) -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that take part and are installed."""
+    """Versions of the measured packages that are installed."""
     found = {}
     for package in _PACKAGES:
         try:
@@ -53,7 +53,7 @@ def _processor() -> str:
 
 
 def _file_system(folder: Path) -> tuple[str, str]:
-    """Device and kind of what is mounted where ``folder`` lies."""
+    """Device and type of the file system of ``folder``."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:

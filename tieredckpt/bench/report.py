@@ -1,4 +1,4 @@
-"""What the measurements say: medians for every peer, this library's ratios to the limits, and its aims."""
+"""The report of a run: medians for every peer, this library's ratios to the limits, and its aims."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _REFERENCE, _TORCH, _JAX = "tieredckpt-reference", "tieredckpt-torch", "tieredck
 
 
 class Aim(msgspec.Struct, frozen=True):
-    """What a figure of this library should be at most."""
+    """The target of a figure of this library, an upper bound."""
 
     key: str
     about: str
     most: float | None
-    """None: no number by itself; the peers are what it is held against."""
+    """None if there is no bound, and only the peers to compare with."""
     unit: str = ""
 
 
@@ -75,14 +75,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     durability: str
     capture: str
     snapshot: bool
-    """Whether what it wrote is what was saved, although the state changed after the save returned."""
+    """Whether it wrote the saved values, although the state changed after the save returned."""
     nbytes: int
     arrays: int
     first_stall_s: float | None = None
     stall_s: float | None = None
     durable_s: float | None = None
     written_ratio: float | None = None
-    """Bytes written of a full save, over those of the state."""
+    """Bytes written by a full save, over those of the state."""
     files: int | None = None
     tenth_stall_s: float | None = None
     tenth_durable_s: float | None = None
@@ -111,11 +111,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: dict[str, str | int]
     versions: dict[str, str]
     ratios: dict[str, float]
-    """This library's figures by the keys of `AIMS`, and what they are made of."""
+    """This library's figures by the keys of `AIMS`, and their components."""
     limits: dict[str, float]
     """Seconds for the bytes of the state."""
     against: dict[str, dict[str, float]]
-    """This library's time over each peer's: below 1, it is the faster one."""
+    """This library's time over each peer's: below 1, this library is faster."""
     rows: dict[str, list[Row]]
     """By workload."""
     small: dict[str, dict[str, float]] = {}
@@ -298,16 +298,16 @@ def _against(rows: list[Row]) -> dict[str, dict[str, float]]:
 
 
 def _best_cold(row: Row) -> float | None:
-    """By the best way that a peer has: into arrays that exist, where it can."""
+    """The cold restore by the peer's best way: into existing arrays, if it can."""
     return row.restore_cold_existing_s if row.restore_cold_existing_s is not None else row.restore_cold_new_s
 
 
 Verdict = Literal["worse", "better", "alike", "new", "gone"]
 
 _TOLERANCE = 0.15
-"""A change of a ratio by less than this is what runs on one machine differ by; see docs/guides/bench.md."""
+"""Smaller changes of a ratio are noise between runs on one machine; see docs/guides/bench.md."""
 _LEAST = {"peak_save_over_slab": 64 << 20, "peak_restore": 64 << 20, "save_large_extra_s": 0.01, "interference": 0.02}
-"""Changes below this are none, whatever their ratio: figures that may be next to nothing."""
+"""Smaller changes do not count, whatever their ratio: for figures that may be close to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +341,7 @@ def _verdict(key: str, old: float | None, new: float | None) -> Verdict:
 
 
 def unlike(before: Report, now: Report) -> list[str]:
-    """Why the figures of two reports are not of the same thing; empty where they are."""
+    """Why the figures of two reports are not comparable; empty if they are."""
     reasons = []
     if before.size != now.size:
         reasons.append(f"the states have {before.size} and {now.size} bytes")

@@ -1,4 +1,4 @@
-"""How much memory this process held at most, and its children hold; see proc(5)."""
+"""The peak memory of this process, and the present memory of its children; see proc(5)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SELF = Path("/proc/self")
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds now; its high-water mark begins anew. 0 where /proc cannot tell."""
+    """Bytes of memory of this process now; resets its high-water mark. 0 where /proc cannot tell."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
-        trim(ctypes.c_size_t(0))  # what was freed before would count, for glibc keeps it
+        trim(ctypes.c_size_t(0))  # else freed memory that glibc keeps would count
     with contextlib.suppress(OSError):
         (_SELF / "clear_refs").write_text("5")
     return _field(_SELF, "VmRSS")
 
 
 def peak_since(before: int) -> int:
-    """Bytes by which this process exceeded ``before`` since `resident`, and what its children hold of their own."""
+    """Peak bytes of this process above ``before`` since `resident`, plus the private memory of its children."""
     return _field(_SELF, "VmHWM") - before + sum(_field(child, "RssAnon") for child in _children())
 
 

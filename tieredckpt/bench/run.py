@@ -1,4 +1,4 @@
-"""The whole benchmark: in every round each peer takes its turn, the order shifted by one from round to round."""
+"""Run the whole benchmark: in every round each peer takes its turn, the order shifted by one from round to round."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from tieredckpt.units import format_size
 __all__ = ["MEASURED", "Outcome", "Request", "run"]
 
 MEASURED = ("transformer", "lora", "embedding", "tiny")
-"""The workloads of a run unless asked otherwise: the first is measured in full, of the others saves alone."""
+"""Default workloads of a run: the first is measured in full, the others only by saves."""
 _MAIN_PARTS: tuple[Part, ...] = ("tenth", "compute", "memory", "export", "cold", "warm")
 _TINY_PARTS: tuple[Part, ...] = ("memory", "warm")
 _TINY_NBYTES = 2_560_000
 _CATALOG_CHUNKS = 100
 _PATIENCE = 300.0
-"""Seconds that a turn may take besides what its bytes take."""
+"""Seconds that a turn may take, besides the time for its bytes."""
 _SLOWEST = 20e6
 """Bytes a second; slower, a turn counts as hanging."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be measured."""
+    """The measurements to make."""
 
     folder: Path
     """On the device that matters."""
@@ -53,11 +53,11 @@ class Request:
     rounds: int = 3
     repeats: int = 3
     steps: int = 10_000
-    """Of the long history; 0 for none."""
+    """Steps of the long history; 0 for none."""
     leaves: int = 100_000
-    """Of the tree of small leaves; 0 for none."""
+    """Leaves of the tree of small leaves; 0 for none."""
     ranks: int = 1
-    """Processes that save together, each its share of the state; the fixed costs are measured of one alone."""
+    """Processes that save together, each its share of the state; the fixed costs are measured with one alone."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Outcome:
     missing: dict[str, str] = field(default_factory=dict)
     """Why a peer was not measured, by its name."""
     failed: dict[str, str] = field(default_factory=dict)
-    """What ended a turn, by peer and workload."""
+    """The error that ended a turn, by peer and workload."""
     small: dict[str, dict[str, float]] = field(default_factory=dict)
     """Fixed costs, by peer."""
     catalog: dict[str, float] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def run(request: Request, tell: Callable[[str], object] = lambda _: None) -> Outcome:
-    """Measure what is asked for, and tell what is going on.
+    """Make the requested measurements; ``tell`` gets the progress.
 
     Raises:
         Invalid: a workload or peer has no such name, or the folder is missing or too full.
@@ -105,7 +105,7 @@ def run(request: Request, tell: Callable[[str], object] = lambda _: None) -> Out
     begin = time.monotonic()
     for workload in request.workloads:
         for number in range(_rounds(request, workload)):
-            shift = number % len(outcome.peers)  # each peer starts first in turn: it meets what the one before left
+            shift = number % len(outcome.peers)  # each peer starts first in turn, to spread effects of the order
             for peer in outcome.peers[shift:] + outcome.peers[:shift]:
                 if peer.only is not None and workload != request.workloads[0]:
                     continue
@@ -118,7 +118,7 @@ def run(request: Request, tell: Callable[[str], object] = lambda _: None) -> Out
 
 
 def _measure_one_rank(outcome: Outcome, tell: Callable[[str], object]) -> None:
-    """What does not depend on how many ranks there are, or is not of several."""
+    """Measure the figures that do not depend on the number of ranks, or need a single one."""
     for peer in (peer for peer in outcome.peers if peer.only is None):
         tell(f"one array, and many leaves: {peer.name}")
         _measure_small(outcome, peer)
@@ -194,7 +194,7 @@ def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
 def _measured(
     outcome: Outcome, what: str, module: str, make_spec: Callable[..., IsolatedSpec], timeout: float
 ) -> dict[str, float]:
-    """Figures of a measurement in a process of its own; none, and why, where that failed."""
+    """Figures of a measurement in a process of its own; after a failure none, and the reason is noted."""
     folder, make_spec = outcome.request.folder, partial(make_spec, repeats=outcome.request.repeats)
     try:
         return run_isolated(dict[str, float], module, folder, make_spec, timeout=timeout)

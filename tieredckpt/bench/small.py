@@ -1,4 +1,4 @@
-"""What costs the same whatever the size: opening, closing, a save of one array; and what each leaf of a tree costs.
+"""Fixed costs: opening, closing, a save of one array; and the cost of each leaf of a tree.
 
 ``python -m tieredckpt.bench.small`` reads a `SmallSpec` from stdin as JSON, and writes its figures to a file.
 """
@@ -27,23 +27,23 @@ _ONE = 64 << 10
 """Bytes of the one array."""
 _SLAB = 64 << 20
 _FEWER = 100
-"""How many times fewer leaves the tree has that a larger one is compared with."""
+"""The factor by which the smaller of the two compared trees has fewer leaves."""
 
 
 class SmallSpec(IsolatedSpec, frozen=True, kw_only=True):
-    """Which peer."""
+    """The peer to measure."""
 
     peer: str
     leaves: int
-    """Of the larger tree, of this library; 0 for none."""
+    """Leaves of the larger tree, only of this library; 0 for none."""
     alone: bool = False
-    """Measure the tree of so many leaves and nothing else."""
+    """Whether to measure only the tree of so many leaves."""
 
 
 def measure_small(spec: SmallSpec) -> dict[str, float]:
     """Seconds to open, to save one array, until it is durable, and to close; microseconds of the processor a leaf.
 
-    Of a tree alone, seconds of the processor.
+    For a tree alone, seconds of the processor.
     """
     peer = peer_named(spec.peer)
     if spec.alone:
@@ -52,7 +52,7 @@ def measure_small(spec: SmallSpec) -> dict[str, float]:
     samples: dict[str, list[float]] = {}
     for turn in range(spec.repeats + 1):
         found = _session(peer, _setting(spec, f"one-{turn}", _ONE), one)
-        if turn:  # the first one loads the libraries
+        if turn:  # the first turn loads the libraries
             for name, took in found.items():
                 samples.setdefault(name, []).append(took)
     figures = {name: statistics.median(took) for name, took in samples.items()}
@@ -66,7 +66,7 @@ def _setting(spec: SmallSpec, name: str, nbytes: int) -> Setting:
 
 
 def _session(peer: Peer, setting: Setting, state: State) -> dict[str, float]:
-    gc.collect()  # what the session before has left would be collected meanwhile
+    gc.collect()  # else the garbage of the session before would be collected meanwhile
     begin = time.perf_counter()
     session = peer.open(setting)
     opened = time.perf_counter()
@@ -84,7 +84,7 @@ def _each_leaf(spec: SmallSpec, peer: Peer) -> dict[str, float]:
 
 
 def _leaves(spec: SmallSpec, peer: Peer, count: int) -> dict[str, float]:
-    """Seconds of the processor that trees of so many leaves of 64 bytes take: the first save, later ones, restores."""
+    """Processor seconds of trees of so many leaves of 64 bytes: the first save, later saves, restores."""
     state: State = {f"leaf{number}": np.full(16, number, np.float32) for number in range(count)}
     session = peer.open(_setting(spec, f"leaves-{count}", _SLAB))
     assert isinstance(session, Stored)

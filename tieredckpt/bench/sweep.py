@@ -1,4 +1,4 @@
-"""How costs grow: with the leaves of a tree, with the bytes of its arrays, and with the steps that a store holds."""
+"""Measure how costs grow: with the leaves of a tree, the bytes of its arrays, and the steps of a store."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ BYTES = (1 << 20, 16 << 20, 256 << 20, 1 << 30, 4 << 30)
 STEPS = (1, 10, 100, 1_000, 10_000)
 
 _CHUNKS = 100
-"""Of each step of a history."""
+"""Chunks of each step of a history."""
 _PATIENCE = 600.0
-"""Seconds that a measurement may take besides what its bytes and steps take."""
+"""Seconds that a measurement may take, besides the time for its bytes and steps."""
 _SLOWEST = 20e6
 """Bytes a second; slower, a measurement counts as hanging."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one size costs: seconds by what was done."""
+    """Seconds of one size, by operation."""
 
     size: int
     seconds: dict[str, float]
@@ -46,11 +46,11 @@ class Curves:
     """The points of a sweep, by what grows."""
 
     leaves: list[Point]
-    """Seconds of the processor, of leaves of 64 bytes each."""
+    """Processor seconds for leaves of 64 bytes."""
     nbytes: list[Point]
-    """Of a transformer's state, beside a copy of it and a write and a read of as many bytes."""
+    """Seconds for a transformer's state, beside a copy of it, and a write and a read of as many bytes."""
     steps: list[Point]
-    """Of a directory that holds so many steps of 100 chunks."""
+    """Seconds for a directory with so many steps of 100 chunks."""
 
 
 def sweep(

@@ -1,6 +1,6 @@
 """One turn: one peer saves and restores one state in a process of its own, each time next to its limits.
 
-Of several ranks each has such a process and its share of the state. They do everything at the same time.
+With several ranks, each has such a process and its share of the state; all do everything at the same time.
 
 ``python -m tieredckpt.bench.turn`` reads a `Spec` from stdin as JSON, and writes a `Turn` to the file that it names.
 """
@@ -31,19 +31,19 @@ __all__ = ["Part", "Spec", "Turn", "measure", "of_all_ranks"]
 _WARM_UP = 64 << 10
 
 _ADDED = ("slab", "peak_save", "peak_restore", "tenth_changed")
-"""The facts of which several ranks have each their own; of the others all see the same."""
+"""Facts that differ between ranks; all ranks see the same for the others."""
 
 Part = Literal["limits", "tenth", "compute", "memory", "export", "cold", "warm"]
-"""What is measured besides saves."""
+"""Measurements besides saves."""
 
 
 class Spec(IsolatedSpec, frozen=True, kw_only=True):
-    """What a turn does."""
+    """Settings of a turn."""
 
     peer: str
     workload: str
     nbytes: int
-    """Of the state; of several ranks, of the share of each."""
+    """Bytes of the state; with several ranks, of each rank's share."""
     threads: int
     parts: tuple[Part, ...]
     rank: int = 0
@@ -52,17 +52,17 @@ class Spec(IsolatedSpec, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out."""
+    """Result of a turn."""
 
     nbytes: int
     """Of the state."""
     arrays: int
     samples: dict[str, list[float]]
-    """Seconds by what was measured; of ``interference``, seconds for each GB."""
+    """Seconds by measurement; of ``interference``, seconds for each GB."""
     facts: dict[str, float]
-    """Bytes and counts that every repetition has alike."""
+    """Bytes and counts that are equal in every repetition."""
     snapshot: bool
-    """Whether what was restored is what was saved, although the state changed right after ``save``."""
+    """Whether the saved values were restored, although the state changed right after ``save``."""
 
 
 class _Measurement:
@@ -81,7 +81,7 @@ class _Measurement:
         self._step = -1
         self._session: Session
         self._resident = 0
-        """Bytes that this process held when everything was loaded and nothing saved."""
+        """Bytes of this process when everything was loaded and nothing saved."""
 
     def run(self) -> Turn:
         parts = self._spec.parts
@@ -123,12 +123,12 @@ class _Measurement:
         return Setting(folder, Path(spec.shared), nbytes, spec.rank, len(spec.seat) + 1, self._meet)
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """How long ``work`` takes; all ranks begin it at the same time."""
+        """Seconds of ``work``, which all ranks begin at the same time."""
         self._meet()
         return seconds(work)
 
     def _warm_up(self) -> None:
-        """Save and restore next to nothing: loading libraries costs time and memory, and is no part of a save."""
+        """Save and restore a tiny state: loading libraries costs time and memory, and is no part of a save."""
         folder = self._folder.parent / "warm-up"
         folder.mkdir(exist_ok=True)
         session = self._peer.open(self._setting(folder, _WARM_UP))
@@ -146,7 +146,7 @@ class _Measurement:
     # -- saves --------------------------------------------------------------------------------------------
 
     def _save(self) -> tuple[float, float]:
-        """Save once; seconds until the state may change, and until all is durable."""
+        """Save once; returns the seconds until the state may change, and until all is durable."""
         self._step += 1
         resident()
         self._meet()
@@ -155,10 +155,10 @@ class _Measurement:
         saved = time.perf_counter()
         self._session.wait()
         durable = time.perf_counter()
-        self._meet()  # what each has written is there
+        self._meet()  # all ranks have written
         peak = peak_since(self._resident)
         if self._peer.capture == "reference":
-            peak -= self._nbytes  # the arrays that it refers to are a copy that the bench made
+            peak -= self._nbytes  # the arrays that the save refers to are a copy made by the bench
         self._facts["peak_save"] = max(0.0, peak, self._facts.get("peak_save", 0.0))
         return saved - begin, durable - begin
 
@@ -167,7 +167,7 @@ class _Measurement:
             self._session.forget(self._step - 1)
 
     def _save_while_the_state_changes(self, name: str | None) -> None:
-        """Save, train on at once as a training does, and compare what comes back with what was saved."""
+        """Save, continue training at once, and compare the restored values with the saved ones."""
         if self._step >= 0:
             self._train()
         before = fingerprints(self._state)
@@ -199,7 +199,7 @@ class _Measurement:
             self._note("write", self._limits.write())
 
     def _changed_tenths(self) -> None:
-        """Save after arrays with a tenth of the bytes changed; each time the same ones, as with a frozen rest."""
+        """Save after a tenth of the bytes changed; each time the same arrays, as with a frozen rest."""
         keys, nbytes = [], 0
         for key, array in self._state.items():
             if nbytes + array.nbytes <= self._nbytes / 10:
@@ -213,7 +213,7 @@ class _Measurement:
             self._session.freeze(())
 
     def _saves_after_changes(self, keys: Sequence[str], name: str) -> int:
-        """Save after each change of the arrays ``keys``; the bytes that the last save wrote."""
+        """Save after each change of the arrays ``keys``; returns the bytes that the last save wrote."""
         written = 0
         for turn in range(self._spec.repeats + 1):
             change(self._state, keys)
@@ -223,7 +223,7 @@ class _Measurement:
             _, written = Listing.of(self._folder).since(before)
             self._tidy()
             if turn == 0:
-                continue  # what stayed is known to have stayed from the second such save on
+                continue  # from the second such save on, unchanged arrays are known to be unchanged
             self._note(f"{name}_stall", stall)
             self._note(f"{name}_durable", durable)
         return written
@@ -249,7 +249,7 @@ class _Measurement:
         self._snapshot &= _equal(self._state, into)
 
     def _exports(self, session: Stored) -> None:
-        """On the file system of the store, where packs are linked."""
+        """Export on the file system of the store, where packs are linked."""
         to = self._folder / "export"
         for _ in range(self._spec.repeats):
             self._note("export_orbax", seconds(lambda: session.export(to)))
@@ -300,7 +300,7 @@ def measure(spec: Spec) -> Turn:
 
 
 def of_all_ranks(turns: Sequence[Turn]) -> Turn:
-    """What all ranks measured as one: of each sample the slowest rank's, for all began at the same time."""
+    """Merge the turns of all ranks: each sample is the slowest rank's, since all began at the same time."""
     first = turns[0]
     return Turn(
         nbytes=sum(turn.nbytes for turn in turns),

@@ -1,4 +1,4 @@
-"""The states that are saved, and what of them a training step changes.
+"""The saved states, and the arrays that a training step changes.
 
 Shapes follow a decoder-only transformer: 8 layers, parameters and two Adam moments of each, 150 arrays in all.
 """
@@ -31,7 +31,7 @@ _TINY = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A state of about any size, and what changes in it between two saves."""
+    """A state of about any size, and its changes between two saves."""
 
     name: str
     about: str
@@ -40,7 +40,7 @@ class Workload:
     trained: Callable[[str], bool]
     """Whether a step changes the array of that key."""
     rows: float = 1.0
-    """Which share of an array's rows a step changes; fewer than all are drawn by Zipf's law."""
+    """Share of an array's rows that a step changes; fewer than all are drawn by Zipf's law."""
 
     def build(self, nbytes: int, rank: int = 0) -> State:
         """Arrays of random bits that are finite numbers, about ``nbytes`` in all; each rank has others."""
@@ -48,7 +48,7 @@ class Workload:
         return {key + of_rank(rank): _random(rng, shape, dtype) for key, (shape, dtype) in self.make(nbytes).items()}
 
     def train(self, state: State, step: int) -> None:
-        """Change in place what a training step changes."""
+        """Change in place the arrays that a training step changes."""
         keys = [key for key in state if self.trained(key)]
         if self.rows == 1:
             change(state, keys)
@@ -73,12 +73,12 @@ def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def of_rank(rank: int) -> str:
-    """What the keys of a rank's arrays end with."""
+    """Suffix of the keys of a rank's arrays."""
     return f".rank{rank}" if rank else ""
 
 
 def change(state: State, keys: Sequence[str]) -> None:
-    """Give arrays values that they never had, in place and as fast as memory is: the next number each."""
+    """Give arrays values that they never had, in place and at memory speed: increment each number."""
     for key in keys:
         bits = _bits(state[key])
         np.add(bits, 1, out=bits)
@@ -159,7 +159,7 @@ WORKLOADS = (
 
 
 def workload_named(name: str) -> Workload:
-    """One of `WORKLOADS`. Raises `Invalid` for a name that is none."""
+    """One of `WORKLOADS`. Raises `Invalid` for an unknown name."""
     for workload in WORKLOADS:
         if workload.name == name:
             return workload

@@ -1,4 +1,4 @@
-"""What is measured side by side: this library and what else stores a training's state, a module for each kind."""
+"""The peers that are measured side by side: this library and other ways to store a state, a module for each kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def all_peers() -> tuple[Peer, ...]:
 
 
 def peer_named(name: str) -> Peer:
-    """One of `all_peers`. Raises `Invalid` for a name that is none."""
+    """One of `all_peers`. Raises `Invalid` for an unknown name."""
     for peer in all_peers():
         if peer.name == name:
             return peer

@@ -1,4 +1,4 @@
-"""What a peer is: how it is called, what it says of itself, and a session of saves and restores."""
+"""The interface of a peer: its name, its description, and a session of saves and restores."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tieredckpt.bench.workloads import State
 __all__ = ["Into", "Peer", "Session", "Setting", "absent", "sync_files"]
 
 Into = Literal["new", "existing"]
-"""Where a restore puts what it reads: arrays that it makes, or the caller's."""
+"""Target of a restore: new arrays, or the caller's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and with what a session works."""
+    """Folders, size and ranks of a session."""
 
     folder: Path
     """Empty, on the device that is measured; of all ranks."""
     shared: Path
     """Where a folder of shared memory may be made."""
     nbytes: int
-    """Of the state, or of this rank's share of it."""
+    """Bytes of the state, or of this rank's share of it."""
     rank: int = 0
     ranks: int = 1
     meet: Callable[[], None] = lambda: None
@@ -42,32 +42,32 @@ class Setting:
 class Session(Protocol):
     """A training, or one rank of it, that saves with one peer. Only `save`, `wait` and `restore` are timed.
 
-    Each rank has arrays of its own, under names of its own, and all of them call the same in the same order.
+    Each rank has arrays of its own, under names of its own, and all ranks make the same calls in the same order.
     """
 
     def take(self, state: State) -> None:
-        """Make what `save` is given: the peer's own arrays, over the memory of ``state`` where it works on that.
+        """Make the argument of `save`: the peer's own arrays, over the memory of ``state`` if the peer uses it.
 
-        ``state`` has other values at every call, and the same arrays.
+        ``state`` has the same arrays at every call, with other values.
         """
 
     def save(self, step: int) -> None:
-        """Return when the peer says that the state may change. Steps are given once, in ascending order."""
+        """Save; return when the peer says that the state may change. Each step is given once, in ascending order."""
 
     def wait(self) -> None:
-        """Return when the step that was saved last is as durable as the peer makes it."""
+        """Wait until the last saved step is as durable as the peer makes it."""
 
     def restart(self) -> None:
-        """Come back as a process that has nothing in memory, to restore what was saved last."""
+        """Drop everything in memory, as a new process does, to restore the last saved step."""
 
     def restore(self, into: State | None) -> State:
-        """Bring back the step that was saved last: in ``into``, where the peer can, else in new arrays."""
+        """Restore the last saved step: into ``into``, where the peer can, else into new arrays."""
 
     def forget(self, step: int) -> None:
         """Delete a step that is not the last one, if the peer does not do so itself."""
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End the background work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +76,26 @@ class Peer:
 
     name: str
     way: str
-    """What is called, in the terms of its own documentation."""
+    """The calls, in the terms of the peer's documentation."""
     durability: str
-    """What holds when `Session.wait` returns."""
+    """Durability when `Session.wait` returns."""
     capture: Literal["copy", "reference", "blocking"]
     """Whether a save copies the state, holds immutable arrays, or returns when everything is written."""
     restores: tuple[Into, ...]
-    """The ways to restore that it has."""
+    """Its ways to restore."""
     missing: Callable[[], str | None]
     """Why it cannot run here; None when it can."""
     open: Callable[[Setting], Session]
     ours: bool = False
     """Whether it is this library."""
     only: tuple[str, ...] | None = None
-    """The parts of a turn for which it is there, with the first workload alone; None for all."""
+    """The parts of a turn that it takes part in, with the first workload only; None for all."""
     missing_for_ranks: Callable[[], str | None] = lambda: None
     """Why several ranks cannot save with it here; None when they can."""
 
 
 def absent(*modules: str) -> Callable[[], str | None]:
-    """What says which of ``modules`` are not installed, without importing them."""
+    """A function that tells which of ``modules`` are not installed, without importing them."""
 
     def missing() -> str | None:
         lacking = [name for name in modules if find_spec(name) is None]

@@ -1,6 +1,6 @@
 """`torch.distributed.checkpoint.async_save`: in a thread, in a process, and with pinned staging memory.
 
-The stager is made once and given to every save, as its documentation has it: it keeps its memory.
+The stager is made once and passed to every save, as its documentation says: it keeps its memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Dcp:
         self._pending.result()
 
     def restart(self) -> None:
-        """It fills the tensors of the state that is there."""
+        """Does nothing: DCP fills the tensors of the present state."""
 
     def restore(self, into: State | None) -> State:
         import torch

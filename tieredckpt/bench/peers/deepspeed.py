@@ -19,7 +19,7 @@ _QUEUE_DEPTH = 8
 
 @cache
 def _io() -> tuple[Any, Any]:
-    """The handle of its native I/O, which it compiles when it is first used, and its pinned buffer."""
+    """The handle of DeepSpeed's native I/O, which is compiled at its first use, and its pinned buffer."""
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -38,7 +38,7 @@ def _io() -> tuple[Any, Any]:
 
 
 class _Unused:
-    """In place of its utilities, which are not built without an accelerator, and which a file of one rank needs not."""
+    """Replaces DeepSpeed's utilities, which are not built without an accelerator; a file of one rank needs none."""
 
     cast_to_byte_tensor = None
 
@@ -47,7 +47,7 @@ class _Unused:
 
 
 def write(tensors: Tensors, path: Path) -> None:
-    """Write them to a new file, on its device when this returns."""
+    """Write tensors to a new file, which is on its device when this returns."""
     import torch
     from deepspeed.io import FastFileWriterConfig, fast_file_writer
 

@@ -61,10 +61,10 @@ class CudaTraining:
 
         self._torch = torch
         layers = max(1, round(nbytes / _BYTES_OF_PARAMETER / _WIDTH**2))
-        # There at once: on the host, the first values of 20 GB take a quarter of a minute.
+        # Made on the device: on the host, the first values of 20 GB take a quarter of a minute.
         made = (torch.nn.Linear(_WIDTH, _WIDTH, bias=False, device="cuda") for _ in range(layers))
         self._model = torch.nn.Sequential(*made)
-        for weight in self._model.parameters():  # else 100 layers shrink what they are given to nothing
+        for weight in self._model.parameters():  # else 100 layers shrink their input to nothing
             torch.nn.init.normal_(weight, std=_WIDTH**-0.5)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
         self._batch = torch.randn(_BATCH, _WIDTH, device="cuda")
@@ -100,7 +100,7 @@ class CudaTraining:
 
 
 def cuda_peers() -> tuple[list[type[DevicePeer]], dict[str, str]]:
-    """Those that are installed, and why others are missing."""
+    """The installed peers, and why others are missing."""
     lacking: dict[type[DevicePeer], str | None] = {
         _TorchSave: None,
         _Dcp: None,
@@ -113,13 +113,13 @@ def cuda_peers() -> tuple[list[type[DevicePeer]], dict[str, str]]:
 
 class _Blocking:
     def captured(self) -> None:
-        """It was when `save` returned."""
+        """Does nothing: `save` has done it."""
 
     def durable(self) -> None:
-        """It was when `save` returned."""
+        """Does nothing: `save` has done it."""
 
     def close(self) -> None:
-        """There is nothing."""
+        """Does nothing."""
 
 
 class _TorchSave(_Blocking):

@@ -1,6 +1,6 @@
-"""Orbax's `AsyncCheckpointer` with JAX arrays, which it holds by reference; OCDBT, with and without compression.
+"""Orbax's `AsyncCheckpointer` with JAX arrays, held by reference, in OCDBT with and without compression.
 
-Several processes are those of `jax.distributed`: each array has a first axis of as many rows, of which each has one.
+Several processes use `jax.distributed`: each array has a first axis with one row per process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Orbax:
     def take(self, state: State) -> None:
         import jax
 
-        self._tree.clear()  # or the training would hold two states
+        self._tree.clear()  # else the training would hold two states
         self._tree = jax_arrays(state) if self._ranks == 1 else self._spread(state)
         self._abstract = {
             key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
@@ -89,7 +89,7 @@ class _Orbax:
 
 
 def _join(setting: Setting) -> None:
-    """Make the processes of all ranks one of JAX, unless they are."""
+    """Join all ranks by `jax.distributed`, unless they are joined."""
     import jax
 
     if jax.distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""This library: RAM and a directory; arrays of NumPy, torch and JAX that are copied, or captured by reference."""
+"""This library, with RAM and a directory: arrays of NumPy, torch and JAX, copied or captured by reference."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tieredckpt.sync import SyncCheckpoint, SyncRestored
 __all__ = ["PEERS", "Stored"]
 
 Arrays: TypeAlias = Literal["numpy", "torch", "jax"]
-"""Whose arrays are saved."""
+"""The library of the saved arrays."""
 
 _DISK = "disk"
 _FIRST_STEPS = 3.0
-"""Seconds from the opening of a store to the next save, in which the memory that it has is mapped."""
+"""Seconds between the opening of a store and the next save, in which its existing memory is mapped."""
 _DURABILITY = "fsync of packs, index and commit, then of the folder"
 
 
@@ -40,7 +40,7 @@ class Stored:
         self._reference = reference
         self._ranks, self._meet = setting.ranks, setting.meet
         if setting.ranks > 1:
-            join_process_group(setting)  # which the store finds
+            join_process_group(setting)  # the store finds this group
         # Two snapshots and what their chunks lose to pages; `auto` gives as much where the machine has it.
         self.slab = setting.nbytes * 9 // 4 + (64 << 20)
         self._memory = setting.shared / f"ram-{setting.folder.name}"
@@ -67,11 +67,11 @@ class Stored:
             self._tree = dict(self._of(state))
 
     def _has(self, key: str, array: npt.NDArray[Any]) -> bool:
-        """Whether an array is as it was taken last: then it is the same object, as what a training does not change."""
+        """Whether an array has not changed since `take`: then the object stays the same, as in a training."""
         return key in self._tree and np.asarray(self._tree[key]).tobytes() == array.tobytes()
 
     def _of(self, state: State) -> Mapping[str, Any]:
-        """What the library is given for arrays of NumPy, over the same memory where it works on that."""
+        """The library's input for NumPy arrays, over the same memory where it can use that."""
         return tensors_of(state) if self._arrays == "torch" else state
 
     def save(self, step: int) -> None:
@@ -82,7 +82,7 @@ class Stored:
         self._last.reached(_DISK)
 
     def freeze(self, keys: Sequence[str]) -> None:
-        """Open the store anew over the memory that it has, with these arrays declared frozen, and train for a while."""
+        """Open the store again over its existing memory, with these arrays declared frozen, and train for a while."""
         self._store.close()
         self._open(self._config.model_copy(update={"frozen": tuple(keys)}))
         time.sleep(_FIRST_STEPS)
@@ -103,7 +103,7 @@ class Stored:
 
     @property
     def _like(self) -> Any:
-        """What each of several ranks restores its own arrays by; None for one, which restores all."""
+        """The ``like`` by which one of several ranks restores its own arrays; None for one rank, which restores all."""
         return self._tree if self._ranks > 1 else None
 
     def views(self) -> State:
@@ -114,12 +114,12 @@ class Stored:
         export_step(self._store, f"orbax:{to}")
 
     def forget(self, step: int) -> None:
-        """The tier's retention does; wait until it has, or what is measured next would share the device with it."""
+        """Wait until the tier's retention has deleted it; else the next measurement would share the device."""
         self._store.flush()
 
     def close(self) -> None:
         self._store.close()
-        self._meet()  # or another rank's memory would go before it has closed
+        self._meet()  # else another rank's memory would go before it has closed
         shutil.rmtree(self._memory, ignore_errors=True)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""`torch.save` and safetensors: a state's PyTorch tensors in one file for each step, which the peer does not sync."""
+"""`torch.save` and safetensors: a state's PyTorch tensors in one file per step, which the peer does not sync."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TensorFile:
 
 
 def load_tensors(path: Path) -> Tensors:
-    """What `torch.save` wrote."""
+    """Load a file of `torch.save`."""
     import torch
 
     found: Tensors = torch.load(path, weights_only=True)
@@ -80,7 +80,7 @@ def _save_file(tensors: Tensors, path: Path) -> None:
 def _load_file(path: Path) -> Tensors:
     from safetensors.torch import load_file
 
-    # They are mapped at first; a training that goes on needs them in memory.
+    # They are mapped at first; a training that resumes needs them in memory.
     return {key: tensor.clone() for key, tensor in load_file(path).items()}
 
 

@@ -1,4 +1,4 @@
-"""NumPy's arrays as PyTorch's tensors and back, over the same memory, and as JAX's, in memory of their own."""
+"""Convert NumPy arrays to PyTorch tensors and back, over the same memory, and to JAX arrays, in new memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def arrays_of(tensors: dict[str, Any]) -> State:
 
 
 def jax_arrays(state: State) -> dict[str, Any]:
-    """Copies that are complete: JAX copies behind, and would see what the training changes meanwhile."""
+    """Complete copies: JAX copies asynchronously, and would see later changes of the training."""
     import jax
     import jax.numpy as jnp
 
