@@ -19,7 +19,7 @@ STEPS = 100
 
 
 def configuration() -> StoreConfig:
-    """What could as well be a .toml file."""
+    """The configuration; a .toml file could hold the same."""
     return load(
         {
             "store": {"schedule": {"kind": "every_n_steps", "n": 10}},
@@ -44,7 +44,7 @@ def configuration() -> StoreConfig:
 
 
 def show(event: Event) -> None:
-    """Called in the store's own thread, so it only prints."""
+    """Print an event; called in the store's own thread, so it only prints."""
     if isinstance(event, StepPromoted):
         took = format_duration(event.seconds)
         print(f"step {event.step} is on {event.tier}: {format_size(event.written)} written in {took}")
@@ -60,7 +60,7 @@ def train(weights: np.ndarray, step: int) -> float:
 
 
 async def main() -> None:
-    """Train to the end, from where the last run got to."""
+    """Train to the end, from the last run's newest step."""
     state = {"weights": np.zeros(100_000)}
     async with CheckpointStore.open(configuration()) as store:
         store.subscribe(show)

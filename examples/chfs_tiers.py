@@ -1,4 +1,4 @@
-"""RAM, CHFS, and a shared directory: what a lost CHFS costs a training, and where its steps come back from.
+"""RAM, CHFS, and a shared directory: a training loses CHFS, and restores from the other tiers.
 
 Takes the servers in ``CHFS_SERVER``; without them, the look-alike over a directory stands in for CHFS, and loses
 its servers half way.
@@ -35,7 +35,7 @@ def settings() -> dict[str, object]:
 
 
 def lose_servers(lost: bool) -> None:
-    """Let the look-alike's only server die, or come back: its switches are replaced as a whole."""
+    """Kill or revive the look-alike's only server: its switches are replaced as a whole."""
     if "CHFS_SERVER" not in os.environ:
         new = LOOKALIKE / "switches.new"
         new.write_text("dead = 0\n" if lost else "")
@@ -43,13 +43,13 @@ def lose_servers(lost: bool) -> None:
 
 
 def wait_for(told: threading.Event) -> None:
-    """Give the store the time to notice what became of the look-alike."""
+    """Wait until the store has noticed the change of the look-alike."""
     if "CHFS_SERVER" not in os.environ:
         told.wait(60)
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.ERROR)  # the events tell what the log would
+    logging.basicConfig(level=logging.ERROR)  # the events report what the log would
     gone, back = threading.Event(), threading.Event()
 
     def told(event: Event) -> None:

@@ -12,7 +12,7 @@ from tieredckpt.integrations.dcp import TieredReader, TieredWriter
 
 
 def main() -> None:
-    """Train ten steps more than the last run did, of as many processes as torchrun starts."""
+    """Train ten steps more than the last run did, on as many processes as torchrun starts."""
     dist.init_process_group("gloo", store=None if dist.is_torchelastic_launched() else dist.HashStore(), **alone())
     torch.manual_seed(0)  # the ranks begin with the same weights
     model = torch.nn.Linear(16, 16)
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def alone() -> dict[str, int]:
-    """What torchrun says otherwise."""
+    """Rank and size of a process without torchrun."""
     return {} if dist.is_torchelastic_launched() else {"rank": 0, "world_size": 1}
 
 

@@ -1,7 +1,7 @@
 """A JAX training: a pytree with Adam's moments and a PRNG key, captured by reference. Run it twice.
 
-JAX arrays do not change, so `save(capture="reference")` returns at once and the copy is made behind the
-training. Arrays that are donated to a jitted step (`donate_argnums`) must not be captured so: see jax_train.py.
+JAX arrays do not change, so `save(capture="reference")` returns at once, and the copy is made in the background. Arrays
+that are donated to a jitted step (`donate_argnums`) must not be captured by reference: see jax_train.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A JAX training that donates its state is killed with SIGKILL, goes on, and ends with the bits of one that was not.
+"""A JAX training that donates its state is killed with SIGKILL, resumes, and ends with the same bits as without a kill.
 
-Without arguments this starts itself as the trainer: once to be killed, once to go on, and once without a kill.
-``train STORE`` is the trainer, and ``train STORE 12`` one that waits to be killed after the twelfth step.
+Without arguments this starts itself as the trainer: once to be killed, once to resume, and once without a kill. ``train
+STORE`` is the trainer, and ``train STORE 12`` one that waits to be killed after the twelfth step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lightning with a store: what changes in a program is the list of plugins, and a callback. Run it twice."""
+"""Lightning with a store: only the list of plugins and a callback change in a program. Run it twice."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Module(pl.LightningModule):
         return self.layer(batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """What trains it."""
+        """The optimizer."""
         return torch.optim.AdamW(self.parameters())
 
 
 def main() -> None:
-    """Train two epochs; of the second run, two more."""
+    """Train two epochs; a second run trains two more."""
     checkpoints = ModelCheckpoint("lightning-names", save_last=True, every_n_epochs=1)
     trainer = pl.Trainer(
         max_epochs=-1,
@@ -46,7 +46,7 @@ class TwoEpochs(pl.Callback):
     left = 2
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count."""
+        """Count the epochs."""
         self.left -= 1
         trainer.should_stop = self.left == 0
 

@@ -1,4 +1,4 @@
-"""A JAX training of several processes, whose arrays are spread over the devices of all of them.
+"""A JAX training of several processes, with arrays spread over the devices of all processes.
 
     python ranks_jax.py ADDRESS:PORT PROCESSES THIS_PROCESS [STORE]
 

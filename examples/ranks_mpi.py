@@ -1,4 +1,4 @@
-"""A training of NumPy arrays over MPI: every rank has some columns of a field, cut anew for each number of ranks.
+"""A training of NumPy arrays over MPI: every rank has some columns of a field, divided again for each number of ranks.
 
     mpiexec -n 4 python ranks_mpi.py [STORE]
 

@@ -1,4 +1,4 @@
-"""Kills a training with SIGKILL and starts it again: it goes on from RAM, for shared memory outlives a process.
+"""Kills a training with SIGKILL and starts it again: it resumes from RAM, since shared memory outlives a process.
 
 Without arguments this starts itself twice as the trainer; ``train`` is the trainer, and ``train 12`` one whose step
 after the twelfth is so long that the kill comes meanwhile.

@@ -1,4 +1,4 @@
-"""A PyTorch training in three lines: what belongs to it, resuming, and saving. Run it twice."""
+"""A PyTorch training in three lines: its parts, the resume, and the save. Run it twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every policy promises, and what these do."""
+"""Tests that the policies keep the contract of all policies, and retain milestones."""
 
 from __future__ import annotations
 

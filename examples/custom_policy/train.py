@@ -1,4 +1,4 @@
-"""Trains with the policies of this package, by nothing but their kind in ckpt.toml."""
+"""Trains with the policies of this package, which ckpt.toml names only by their kind."""
 
 from __future__ import annotations
 

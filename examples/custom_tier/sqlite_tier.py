@@ -30,7 +30,7 @@ _LIST = "SELECT key, length(data), modified FROM objects WHERE key >= ? AND key 
 _DELETE = "DELETE FROM objects WHERE key = ?"
 
 _AT_A_TIME = 1 << 20
-"""Bytes that are copied by one call of SQLite."""
+"""Bytes that one call of SQLite copies."""
 
 
 class SqliteTier(TierConfig):
@@ -59,7 +59,7 @@ class SqliteBlobs:
 
     @classmethod
     async def open(cls, tier: SqliteTier, *, read_only: bool = False) -> SqliteBlobs:
-        """The store of a tier; with ``read_only`` no file is made, and `NotFound` raised where there is none."""
+        """The store of a tier; ``read_only`` makes no file, and raises `NotFound` if there is none."""
         store = cls(tier)
         try:
             await store._run(lambda: store._connect(read_only=read_only))
@@ -142,13 +142,13 @@ class SqliteBlobs:
         await self._on(key, remove)
 
     async def close(self) -> None:
-        """End what is under way, and refuse what comes."""
+        """End calls under way, and refuse later ones."""
         if self._closed:
             return
         self._closed = True
         database, self._database = self._database, None
         if database is not None:
-            await in_thread(database.close, pool=self._thread)  # behind the calls that wait for the thread
+            await in_thread(database.close, pool=self._thread)  # after the calls that wait for the thread
         self._thread.shutdown(wait=False)
 
     # -- in the thread ------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class SqliteBlobs:
         except BaseException:
             database.execute("ROLLBACK")
             raise
-        database.execute("COMMIT")  # which syncs the file
+        database.execute("COMMIT")  # the commit syncs the file
 
     # -- from the event loop ------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class SqliteBlobs:
         return await self._run(work)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """``work()`` on the thread; a cancellation is raised when it has ended, for it uses the caller's memory."""
+        """The result of ``work()`` on the thread; a cancellation waits, since the call uses the caller's memory."""
         if self._closed:
             raise Closed(f"the store at {self.location} was closed")
         try:
@@ -221,4 +221,4 @@ SQLITE = TierKind(
     survives=_survives,
     exists=lambda tier: tier.path.is_file(),
 )
-"""What the library asks of this kind. Where it is (`location`) its configuration says; TensorStore cannot read it."""
+"""Everything that the library needs of this kind. Its configuration has the `location`; TensorStore cannot read it."""

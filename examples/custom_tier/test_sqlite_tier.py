@@ -1,4 +1,4 @@
-"""What every blob store promises, and what this one says of itself."""
+"""Tests that the store keeps the contract of all blob stores, and that a configuration finds it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tieredckpt.testing.blobs import BlobStoreTests
 
 
 class Rows:
-    """The same database, past the store."""
+    """The same database, accessed past the store."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Trains with the tier of this package, by nothing but its kind in ckpt.toml."""
+"""Trains with the tier of this package, which ckpt.toml names only by its kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policies that come with tieredckpt, found through entry points as any other package's would be.
+"""The policies that come with tieredckpt, found through entry points like those of any other package.
 
 `POLICIES` lists every class; ``presets/*.toml`` beside them are complete configurations to start from.
 """

@@ -1,4 +1,4 @@
-"""In which order steps that need not stay leave a tier that runs out of room."""
+"""Eviction policies: the order in which steps that need not stay leave a tier that runs out of room."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Largest(Eviction):
 
 
 class CheapestToGetBack(Eviction):
-    """The step leaves first that could be read again soonest from another tier; what no other holds leaves last.
+    """First leaves the step that another tier restores fastest; last a step that no other tier has.
 
-    The time is the step's size over the bandwidth seen when that tier was written to. A nearer tier that no
-    bandwidth is known of, as RAM, counts as taking no time; a slower one as slower than all that are known.
-    Tiers that fail count as holding nothing, and of equal times the oldest step leaves first.
+    The time is the step's size over the bandwidth seen when that tier was written to. A nearer tier without a known
+    bandwidth, such as RAM, counts as taking no time; a slower one counts as slower than all known ones. Tiers that fail
+    count as holding nothing. For equal times the oldest step leaves first.
     """
 
     kind: Literal["cheapest_to_get_back"] = "cheapest_to_get_back"

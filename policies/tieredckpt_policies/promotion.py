@@ -1,4 +1,4 @@
-"""Which steps go to a tier: by step number, time, metric or signal, when it is free, and combinations of these."""
+"""Promotion policies: by step number, time, metric or signal, for a free tier, and combinations of these."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class EveryNSteps(Promotion):
 class Every(Promotion):
     """A step goes to the tier when ``interval`` (seconds) lies between its save and that of the newest there.
 
-    Off-branch steps do not count as being there. The first step goes at once, and a step older than
-    the newest there does not go. One saved after the clock was set back goes as well, or the tier would get none
-    until the clock is where it was.
+    Off-branch steps do not count as being there. The first step goes at once, and a step older than the newest there
+    does not go. A step saved after the clock was set back goes as well; else the tier would get none until the clock
+    has caught up.
     """
 
     kind: Literal["every"] = "every"
@@ -111,10 +111,10 @@ class OnSignal(Promotion):
 
 
 class WhenIdle(Promotion):
-    """The newest step goes to the tier when nothing is on its way to this tier or to a nearer one.
+    """The newest step goes to the tier while no step is being promoted to this tier or a nearer one.
 
-    So a slow tier takes a new step as soon as it is done with the one before, leaves out those that were saved
-    in between, and does not compete for memory and links with the tiers before it.
+    So a slow tier takes the newest step as soon as it has finished one, skips the steps saved in between, and does not
+    compete with nearer tiers for memory and links.
     """
 
     kind: Literal["when_idle"] = "when_idle"
@@ -127,7 +127,7 @@ class WhenIdle(Promotion):
 class FirstAndLast(Promotion):
     """The first step that the tier gets goes to it, and the newest one while the trainer raises ``signal``.
 
-    Which save is the last is known to the trainer alone: it says so by ``store.signal("last")``.
+    Only the trainer knows which save is the last: it calls ``store.signal("last")``.
     """
 
     kind: Literal["first_and_last"] = "first_and_last"

@@ -1,7 +1,6 @@
-"""Which steps stay on a tier: the newest, the round, the best, the young, fewer with age, all, and unions.
+"""Retention policies: the newest, the round, the best or the youngest steps, fewer with age, all, and unions.
 
-Only `All` keeps off-branch steps: the others would count them in place of steps that a restore
-could take.
+Only `All` keeps off-branch steps: the other policies would count them in place of steps that a restore can use.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class WithinAge(Retention):
 
 
 class Band(Settings):
-    """Of steps at most ``until`` old (None for any age), the first in each ``every`` stays; 0 for each step."""
+    """Of steps up to the age ``until`` (None: any age), the first in each span of ``every`` stays; 0 for each step."""
 
     every: Annotated[Duration, Field(ge=0)] = 0.0
     until: Annotated[Duration, Field(gt=0)] | None = None
@@ -92,8 +91,8 @@ class DenseThenSparse(Retention):
     """Steps stay the more sparsely the older they are: by default all of an hour, then hourly for a day, then daily.
 
     The first of ``bands`` that reaches as far as a step's age decides about it. Spans of ``every`` begin at whole
-    multiples of it since the epoch, and of each the first step stays; where every band's is a multiple of the one
-    before, what a sparser band is to keep has not left in a denser one. The newest step stays in any case.
+    multiples of it since the epoch, and the first step of each span stays. If each band's ``every`` is a multiple of
+    the one before, a denser band keeps every step that a sparser band needs later. The newest step stays in any case.
     """
 
     kind: Literal["dense_then_sparse"] = "dense_then_sparse"

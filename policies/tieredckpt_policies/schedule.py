@@ -1,4 +1,4 @@
-"""When a save is due: whenever the trainer asks, by step number, by time, or by what saves and failures cost."""
+"""Schedules, which say when a save is due: when the trainer asks, by step number, by time, or by costs and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Always(Schedule):
 
 
 class EveryNSteps(Schedule):
-    """A save is due at every multiple of ``n``, or at the first step asked about after one was passed.
+    """A save is due at every multiple of ``n``, or at the first step that is asked about after a multiple.
 
     A trainer that asks at steps 7, 14, 21 … with ``n = 10`` saves 14, 21, 35: one step for each multiple.
     """
@@ -45,7 +45,7 @@ class EveryNSteps(Schedule):
 class Every(Schedule):
     """A save is due when ``interval`` (seconds) has passed since the last one, or since the store was opened.
 
-    A clock that was set back makes one due as well: a save too many costs less than hours without one.
+    If the clock was set back, a save is due as well: a save too many costs less than hours without one.
     """
 
     kind: Literal["every"] = "every"
@@ -57,11 +57,11 @@ class Every(Schedule):
 
 
 class YoungDaly(Schedule):
-    """A save is due when the interval has passed at which saves and failures together cost the least time.
+    """A save is due when the interval has passed that minimizes the time lost to saves and failures together.
 
-    The cost of a save is what it was seen to take from the trainer. ``mtbf`` (seconds) is the mean time between
-    failures that is stated; it counts like one failure, and every one that the store observes makes the estimate
-    more its own. With ``observe = false`` the stated one holds. Until a save was measured, one is due after
+    The cost of a save is the measured time that it takes from the trainer. ``mtbf`` (seconds) is the stated mean time
+    between failures. It counts like one failure; every failure that the store observes moves the estimate to the
+    observed mean. With ``observe = false`` the stated value holds. Until a save was measured, one is due after
     ``first`` seconds; the interval stays between ``at_least`` and ``at_most``.
 
     J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974; J. T. Daly, A
@@ -125,7 +125,7 @@ class BoundedOverhead(Schedule):
 def optimal_interval(cost: float, mtbf: float) -> float:
     """Daly's estimate of the training time between two saves of ``cost`` seconds each, with a failure every ``mtbf``.
 
-    To first order it is Young's, the square root of 2 · cost · mtbf. A save that costs more than two times between
+    To first order it is Young's, the square root of 2 · cost · mtbf. A save that costs at least twice the time between
     failures pays off at no interval, and ``mtbf`` is as good as any.
     """
     if cost >= 2 * mtbf:
@@ -135,7 +135,7 @@ def optimal_interval(cost: float, mtbf: float) -> float:
 
 
 def _has_passed(interval: float, store: StoreView, observed: Observed) -> bool:
-    """Since the last save, or since the store was opened; a clock that was set back counts as having passed."""
+    """Whether ``interval`` has passed since the last save, or the opening; also true if the clock was set back."""
     last = observed.started_at if observed.last_save_at is None else observed.last_save_at
     passed = store.now - last
     return passed >= interval or passed < 0
