@@ -74,7 +74,7 @@ bool ParseEndpoint(const std::string& address, Endpoint* endpoint) {
 }
 
 std::vector<std::string> SplitAddresses(const std::string& addresses) {
-  // What is no address of a transport (the look-alike's folder) may hold commas.
+  // An address without a transport is the look-alike's folder, and may hold commas.
   if (addresses.find("://") == std::string::npos) return {addresses};
   std::vector<std::string> parts;
   for (std::size_t begin = 0; begin <= addresses.size();) {

@@ -17,7 +17,7 @@ struct Endpoint {
 // False for addresses of other transports, and for what has no host and port at its end.
 bool ParseEndpoint(const std::string& address, Endpoint* endpoint);
 
-// As CHFS_SERVER lists them, with commas between.
+// Splits a list of addresses at its commas, as CHFS_SERVER holds it.
 std::vector<std::string> SplitAddresses(const std::string& addresses);
 
 // The first of `addresses` that accepts a TCP connection, or that cannot be asked; kSilent if none does.

@@ -50,7 +50,7 @@ std::string FirstOf(const std::string& servers) {
 }  // namespace
 
 Status Client::Connect(const Options& options, std::shared_ptr<Client>* client) {
-  // Never destroyed: libchfs cannot be ended while threads may use it, and cannot begin anew.
+  // Never destroyed: libchfs cannot be ended while threads may use it, and cannot be initialized again.
   static std::mutex mutex;
   static auto& connection = *new std::shared_ptr<Client>;
 

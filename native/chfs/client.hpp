@@ -90,8 +90,8 @@ class File {
 // Every method may be called from any thread.
 class Client : public std::enable_shared_from_this<Client> {
  public:
-  // Connects, or returns the connection that there is; another server or library than that one's is kInvalid.
-  // It asks first whether the server answers, and may end the process by exit(2) nevertheless.
+  // Connects, or returns the existing connection; kInvalid if that one has another server or library.
+  // It asks first whether the server answers. libchfs may end the process by exit(2) nevertheless.
   static Status Connect(const Options& options, std::shared_ptr<Client>* client);
 
   ~Client();
@@ -101,29 +101,29 @@ class Client : public std::enable_shared_from_this<Client> {
   int servers() const;                 // size of the ring when connected
   const std::vector<std::string>& addresses() const;  // of its servers; empty where libchfs does not tell
 
-  // Asks every server whether it answers; kSilent if one does not, kUnavailable if the ring is not what it was when
-  // connected, be it smaller, larger, or of other servers.
+  // Asks every server whether it answers; kSilent if one does not, kUnavailable if the ring has changed since this
+  // process connected: it is smaller or larger, or has other servers.
   Status CheckRing();
 
   // kUnavailable if a record in the folder `path` or one above it says that objects there were written to another
-  // number of servers, which placed them otherwise: they would be missing or short. So is a path above the folder
-  // that a store uses since servers joined.
+  // number of servers, which placed them otherwise: they would be missing or short. Also kUnavailable for a path above
+  // the folder that a store uses since servers joined.
   Status CheckRecord(const std::string& path);
 
-  // Records at the root how many servers there are, if nothing does; once in a process. kUnavailable if it is
-  // recorded that there were more, or fewer.
+  // Records the number of servers at the root, if no record is there; once in a process. kUnavailable if a record
+  // gives another number.
   Status Record();
 
-  // A new, empty object, ancestors included. What was there under the path is emptied first; a folder there
-  // is kInvalid. At most 64 objects may be open in all; further calls wait.
+  // Creates an empty object, ancestors included. Empties an object that is there and removes a link; a folder is
+  // kInvalid. At most 64 objects may be open in all; further calls wait.
   Status Create(const std::string& path, std::uint32_t chunk_size, File* file);
 
-  // An object that is there, for reading and writing; a folder or link is kInvalid. `info`, where not null, is
+  // Opens an existing object for reading and writing; a folder or link is kInvalid. `info`, where not null, is
   // filled as by Stat.
   Status Open(const std::string& path, File* file, Info* info = nullptr);
 
-  // The same for a path that is known to be an object, without the look that tells links from objects: it costs
-  // several requests for a large object, and libchfs crashes when a link is read.
+  // Opens a path that is known to be an object, and does not check that it is no link: the check costs several
+  // requests for a large object, and libchfs crashes when a link is read.
   Status OpenObject(const std::string& path, File* file);
   Status Stat(const std::string& path, Info* info);
 
@@ -131,8 +131,8 @@ class Client : public std::enable_shared_from_this<Client> {
   Status Remove(const std::string& path);
   Status RemoveFolder(const std::string& path);  // an empty one, else kExists
 
-  // The entries of a folder, sorted, each once, from every server; a missing folder has none. With `all` those as
-  // well that lie on a server which does not own them, as what was written to a ring of another size does.
+  // The entries of a folder, sorted, each once, from every server; a missing folder has none. `all` adds entries on
+  // servers that do not own them, such as those written to a ring of another size.
   Status List(const std::string& path, std::function<void(const Entry&)> each, bool all = false);
 
   Status MakeFolder(const std::string& path);  // ancestors included; one that is there is fine

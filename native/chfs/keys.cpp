@@ -119,7 +119,7 @@ bool DecodeKey(std::string_view path, std::string* key) {
     if (!joined && !last) decoded += '/';
     return true;
   });
-  // A key has one path: whatever else decodes to it is not that key's.
+  // A key has one path: another path that decodes to the key is refused.
   if (!ok || EncodeKey(decoded) != path) return false;
   *key = std::move(decoded);
   return true;

@@ -12,7 +12,7 @@ constexpr mode_t kReplica = mode_t{1} << 30;  // set by a server on entries that
 
 struct Listing {
   std::map<std::string, Kind> entries;
-  bool all = false;  // those as well that a server has and does not own
+  bool all = false;  // also entries that a server holds and does not own
   bool answered = false;
   bool out_of_memory = false;
 };

@@ -1,4 +1,4 @@
-// Names: what is there, folders, links, removal.
+// Calls on names: look-up, folders, links, removal.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -43,8 +43,9 @@ bool Client::State::UnderObject(const std::string& path) {
 }
 
 Status Client::State::Apart(const std::string& path) {
-  // A server without an object asks its back end for it, under a name that is longer by that of the back end's folder:
-  // too long, where the path is as long as a name may be. Other servers only miss it.
+  // A server that lacks an object asks its back end for it and puts the back end's folder before the name. If the path
+  // is already as long as a name may be, that name is too long and the call fails. A server without a back end reports
+  // the object missing.
   std::string longest = path + "/.missing/";
   longest.resize(kPathLimit - 1, 'x');
   struct stat info;

@@ -1,4 +1,4 @@
-// The ring of servers: what CHFS says of an object is believed only while every server answers.
+// The ring of servers. The client believes what CHFS says of an object only while every server answers.
 #include <stdlib.h>
 #include <unistd.h>
 

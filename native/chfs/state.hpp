@@ -22,13 +22,13 @@
 
 namespace tieredckpt::chfs {
 
-// For which a server is waited for that is only asked whether it answers.
+// Longest wait for a server that is only asked whether it answers.
 inline constexpr int kLongestLookMs = 5000;
 
 // The status of a failed call. `action` reads as in "cannot <action> <path>".
 Status FromErrno(int error, const char* action, const std::string& path);
 
-// Of a mode as CHFS gives it, with flags of its own above the usual bits.
+// The kind that a mode of CHFS tells; CHFS sets flags of its own above the usual bits.
 Kind KindOf(mode_t mode);
 
 // The folder of a path that CheckPath accepts; "/" for the root and what lies in it.

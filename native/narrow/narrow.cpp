@@ -86,7 +86,7 @@ bool narrow_portable(const float* source, std::uint16_t* target, std::size_t cou
 
 constexpr std::size_t kVector = 16;
 
-// Of whole vectors.
+// Rounds whole vectors: `count` is a multiple of kVector.
 template <typename Format>
 TIEREDCKPT_NARROW_TARGET bool narrow_vectors(const float* source, std::uint16_t* target, std::size_t count) {
   const __m256i magnitude = _mm256_set1_epi32(static_cast<int>(kMagnitude));

@@ -1,5 +1,5 @@
-// 32-bit floats rounded to 16 bits, to the nearest and of two equally near ones to the even one (IEEE 754), as the
-// processor's own instructions and NumPy round.
+// Rounds 32-bit floats to 16 bits: to the nearest value, ties to even (IEEE 754), as the processor's own instructions
+// and NumPy do.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@ namespace tieredckpt {
 // Whether this processor has the vector instructions that the code here is written for.
 bool narrow_accelerated() noexcept;
 
-// Round `count` floats to bfloat16 or to float16. Returns whether all of them, before and after, are finite: what
-// becomes of others is not said here.
+// Rounds `count` floats to bfloat16 or to float16. Returns whether all of them are finite before and after; the result
+// for any other value is unspecified.
 using Narrow = bool (*)(const float* source, std::uint16_t* target, std::size_t count);
 
 bool narrow_bf16(const float* source, std::uint16_t* target, std::size_t count) noexcept;

@@ -1,4 +1,4 @@
-// The Python face of the CHFS client: `tieredckpt._chfs`. Its types are in tieredckpt/_chfs.pyi.
+// Python bindings of the CHFS client: `tieredckpt._chfs`. Their types are in tieredckpt/_chfs.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>

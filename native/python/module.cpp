@@ -1,4 +1,4 @@
-// The Python face of the native code: `tieredckpt._native`. Its types are in tieredckpt/_native.pyi.
+// Python bindings of the native code: `tieredckpt._native`. Their types are in tieredckpt/_native.pyi.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What becomes of failures of CHFS; needs the look-alike of libchfs, which fails on command.
+// How the driver reports failures of CHFS; needs the look-alike of libchfs, which fails on command.
 #include <stdlib.h>
 
 #include <cstdio>
@@ -51,7 +51,7 @@ class ChfsFaultsTest : public ::testing::Test {
     if (!file_.empty()) Switch(before_);
   }
 
-  // In place of what was switched before; by rename, since it is read at any moment.
+  // Replaces the switches; by rename, since a call may read the file at any moment.
   void Switch(const std::string& text) {
     const std::string next = absl::StrCat(file_, ".next");
     ASSERT_TRUE(std::ofstream(next) << text << "\n" << std::flush);

@@ -41,7 +41,7 @@ absl::StatusCode CodeOf(chfs::Code code) {
     case chfs::Code::kOk:
       return absl::StatusCode::kOk;
     case chfs::Code::kMissing:
-      // Where a missing object is an answer, it is no error. Here it was there a moment ago.
+      // Callers to whom a missing object is an answer check for it first. Here the object was there a moment ago.
       return absl::StatusCode::kAborted;
     case chfs::Code::kExists:
       return absl::StatusCode::kAlreadyExists;
@@ -70,8 +70,8 @@ StorageGeneration GenerationOf(const chfs::Info& info) {
   return StorageGeneration::FromValues(info.mtime_ns, info.size);
 }
 
-// About the size that is wanted, but such that the last chunk is not full: where an object ends with a full chunk,
-// only a question to every server tells that it goes on no further, and each look at it asks.
+// About the wanted size, but such that the last chunk is not full: if an object ends with a full chunk, every look at
+// it must ask all servers whether it goes on.
 uint32_t ChunkSizeFor(size_t size, uint32_t wanted) {
   if (size < wanted) {
     const size_t next = (size / kMinChunkSize + 1) * kMinChunkSize;
@@ -97,7 +97,7 @@ std::optional<std::string> KeyOfPath(std::string_view path) {
   return absl::StrCat("/", key);
 }
 
-// What all keys below a folder begin with; none where the folder's name alone does not tell.
+// The prefix of all keys below a folder; none if the folder's name alone does not tell it.
 std::optional<std::string> PrefixOfFolder(std::string_view folder) {
   std::optional<std::string> key = KeyOfPath(PathBelow(folder, "x"));
   if (key) key->pop_back();
@@ -267,7 +267,7 @@ absl::Status Objects::Walk(const KeyRange& range, const Visitor& visitor) {
   return absl::OkStatus();
 }
 
-// Whether it was gone through to its end.
+// Visits a folder. Returns false if the visitor stopped before the end.
 Result<bool> Objects::WalkFolder(const std::string& folder, const KeyRange& range, const Visitor& visitor) {
   std::vector<chfs::Entry> entries;
   TENSORSTORE_RETURN_IF_ERROR(

@@ -1,4 +1,4 @@
-// What the driver does to CHFS, blocking and in TensorStore's terms: absl statuses, generations, flat Cords.
+// The driver's calls to CHFS. They block, and speak TensorStore's terms: absl statuses, generations, flat Cords.
 #ifndef TENSORSTORE_KVSTORE_CHFS_OBJECTS_H_
 #define TENSORSTORE_KVSTORE_CHFS_OBJECTS_H_
 
@@ -46,12 +46,13 @@ class Objects {
     StorageGeneration generation;
   };
 
-  // Nothing where there is no object, or a folder. Opens it as well if asked to, which saves a look at it.
+  // Finds the object at `path`; none if nothing or a folder is there. With `file`, opens the object too, which saves a
+  // request.
   Result<std::optional<Found>> Find(std::string path, ::tieredckpt::chfs::File* file = nullptr);
 
   Result<::tieredckpt::chfs::File> Open(const Found& found);
 
-  // One flat piece of what was found.
+  // Reads a range of the object, as one flat piece.
   Result<absl::Cord> Read(::tieredckpt::chfs::File& file, const Found& found, ByteRange range);
 
   // Replaces the object; while that lasts, other processes see it empty or in part.

@@ -31,7 +31,7 @@ std::uint64_t Hash(std::string_view text) {
 
 std::string Reason(const std::string& path) { return path + ": " + std::strerror(errno); }
 
-// Only what this library leaves there: a wrong path in a configuration must not fill somebody's home.
+// Whether a directory holds only files of this library: a wrong path in a configuration must not fill somebody's home.
 bool IsOurs(const std::string& directory) {
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {

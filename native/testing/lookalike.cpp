@@ -94,7 +94,7 @@ ssize_t Read(const Object& object, char* data, std::size_t size, off_t offset) {
 
 using Filler = int (*)(void*, const char*, const struct stat*, off_t);
 
-// False when the caller has had enough.
+// Gives the filler each entry of a folder on one server. Returns false if the filler asked to stop.
 bool Deliver(int server, const std::string& path, bool all, void* buffer, Filler filler) {
   std::vector<ServerEntry> entries;
   Cluster& cluster = session.cluster();

@@ -35,7 +35,7 @@ class Descriptors {
 
 class Session {
  public:
-  // As chfs_init and chfs_term: whatever goes wrong ends the process.
+  // Play chfs_init and chfs_term: any failure ends the process.
   void Connect(const char* server);
   void End();
 

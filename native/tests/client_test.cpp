@@ -1,4 +1,4 @@
-// What holds with every server alive; also true of a real CHFS (TEST_CHFS_SERVER).
+// The client while every server is alive; the tests also pass with a real CHFS (TEST_CHFS_SERVER).
 #include <signal.h>
 
 #include <atomic>

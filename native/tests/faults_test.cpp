@@ -1,4 +1,4 @@
-// What the client makes of servers that die, hang, fill up or fail; the look-alike plays them.
+// How the client reports servers that die, hang, fill up or fail; the look-alike plays them.
 #include <dlfcn.h>
 
 #include <functional>
@@ -361,7 +361,7 @@ TEST(a_check_of_the_ring_does_not_take_over_the_result_of_an_earlier_one) {
   later.join();
 }
 
-// Which of the objects 0 to 47 of the scene have their first chunk on a server, with these switches.
+// The objects, of 0 to 47 of the scene, whose first chunk lies on a server with these switches.
 std::set<std::string> ObjectsOn(Scene& scene, int server, const std::string& switches) {
   scene.Switch(switches);
   const pid_t writer = Fork([&] {

@@ -70,7 +70,7 @@ void Write(const char* path, const std::string& bytes, int chunk_size) {
   CHECK(close_object(file) == 0);
 }
 
-// What comes of at most `size` bytes from `offset` on, or how that failed.
+// Reads at most `size` bytes from `offset` on; returns "(missing)" or "(failed)" if that fails.
 std::string Read(const char* path, off_t offset = 0, std::size_t size = 4096) {
   std::string bytes(size, '\0');
   const int file = open_object(path, O_RDONLY);

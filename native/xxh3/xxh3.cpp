@@ -93,8 +93,9 @@ void take_stripes_portable(Lanes& lanes, const std::uint8_t* source, std::uint8_
 
 #ifdef TIEREDCKPT_XXH3_X86
 
-// A target of which nothing is read soon: stores that bypass the caches save the read of every line that is about to
-// be overwritten. They want 16 bytes of alignment; a smaller copy had better stay in the cache.
+// Bytes of a copy from which stores bypass the caches, since nothing reads so large a copy soon: that saves the read of
+// every line that is about to be overwritten. These stores want 16 bytes of alignment. A smaller copy had better stay
+// in the cache.
 constexpr std::size_t kStreamFrom = 256 << 10;
 
 enum class Store { kNone, kPlain, kStreamed };

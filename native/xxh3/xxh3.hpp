@@ -31,8 +31,8 @@ class Xxh3Stream {
   // Without vector instructions, for comparison.
   static Xxh3Stream portable() noexcept;
 
-  // Takes in `size` bytes, and copies them to `target`, which does not overlap them, unless it is null: what counts is
-  // what arrives there.
+  // Takes in `size` bytes. Copies them to `target` unless it is null; `target` must not overlap them. The digest is
+  // that of the copy, even if `source` changes meanwhile.
   void take(const void* source, void* target, std::size_t size) noexcept;
 
   // Bytes taken in so far.
