@@ -117,8 +117,14 @@ class Evictor:
             if tier.steps.damaged.get(step) is not error:
                 continue  # meanwhile it was deleted once more, or committed anew
             if there and step in tier.steps.deletions:
-                if not await self._deleted_again(step, tier, error):
-                    continue
+                try:
+                    if not await self._deleted_again(step, tier, error):
+                        continue
+                except TierUnavailable as again:
+                    _log.warning("tier %r: the deletion of %s failed again: %s", tier.name, step, again)
+                    if tier.steps.damaged.get(step) is error:  # behind the others, of which each gets its turn
+                        tier.steps.damaged[step] = tier.steps.damaged.pop(step)
+                    return  # a server that refuses deletions is not asked for every one of them each time
             elif there:
                 del tier.steps.damaged[step]
                 tier.steps.held[step] = error.held
@@ -139,16 +145,15 @@ class Evictor:
                 tier.quarantine(step, IndeterminateDelete(f"tier {tier.name!r}: {step} may be deleted yet", held))
 
     async def _deleted_again(self, step: StepId, tier: Tier, error: IndeterminateDelete) -> bool:
-        """Repeat a deletion, unless the step has become the last good copy; whether it has succeeded."""
+        """Repeat a deletion, unless the step has become the last good copy; whether that was done.
+
+        Raises as `commit_file.delete_manifest`.
+        """
         async with tier.steps.turn(step):
             if tier.steps.damaged.get(step) is not error or why_not(self._state, step, tier):
                 return False
-            try:
-                await tier.confirm_lease(deleting=True)
-                await commit_file.delete_manifest(tier, step)
-            except TierUnavailable as again:
-                _log.warning("tier %r: the deletion of %s failed again: %s", tier.name, step, again)
-                return False
+            await tier.confirm_lease(deleting=True)
+            await commit_file.delete_manifest(tier, step)
             return True
 
     async def look_again(self, step: StepId, tier: Tier) -> None:

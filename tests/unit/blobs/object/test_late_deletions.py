@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
 from support.object_stores import Place
-from support.proxy import Postponed, Proxy, deny
+from support.proxy import Postponed, Proxy, deny, internal_error
 from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -140,3 +141,31 @@ async def test_a_thread_that_hangs_in_a_deletion_takes_no_step_that_was_committe
                 await store.collect()
         await store.promote(1, "disk")
         assert all(found.intact for found in await store.verify(1))
+
+
+async def test_deletions_that_fail_are_not_all_repeated_at_each_commit(
+    shared_memory: Path, s3_place: Place, between: Proxy
+) -> None:
+    """Each is, in its turn: of a server that fails them for long, each save would ask for every one of them."""
+    far = s3_place.tier(between.url, retain={"kind": "last_n", "n": 1})
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "s3": far})) as store:
+
+        async def saved(steps: range) -> int:
+            between.restart_count()
+            for step in steps:
+                await store.save(step, {"w": np.full(10, step)})
+                await store.flush()
+            return between.count["DELETE"] + between.count["HEAD"]
+
+        between.fail("DELETE", internal_error, times=None)
+        await saved(range(2))
+        few = await saved(range(2, 12))
+        assert await saved(range(12, 22)) <= few + 10
+        repeated = {path for verb, path in between.asked if verb == "DELETE"}
+        assert len(repeated) > 10
+        between.heal()
+        await saved(range(22, 23))
+        await store.collect()
+        assert [key for key in s3_place.bucket.sizes() if key.endswith("manifest.ocdbt")] == [
+            "steps/0000000022-000023/manifest.ocdbt"
+        ]
