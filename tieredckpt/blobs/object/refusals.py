@@ -15,7 +15,8 @@ __all__ = ["Denied", "NoConditions", "NoRanges", "meaning", "without_secrets"]
 
 _BODY = re.compile(r"<(?:\?xml|!doctype|html|Error).*", re.IGNORECASE | re.DOTALL)
 _SAID = re.compile(r"<(?:Code|Message|Details)>(.*?)</")
-_STATUS = re.compile(r"status code: (\d{3})")
+_STATUS = re.compile(r"(?:status |\()code: (\d{3})")
+"""Also of one deletion among those that a request to Azure has."""
 _FULL = re.compile(r"<Code>(?:QuotaExceeded|XMinioStorageFull|InsufficientCapacity\w*)<")
 _TOO_LARGE = re.compile(r"<Code>(?:EntityTooLarge|RequestBodyTooLarge)<")
 _NO_BUCKET = re.compile(r"<Code>(?:NoSuchBucket|ContainerNotFound)<|bucket does not exist", re.IGNORECASE)
@@ -87,6 +88,8 @@ def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> Tier
         return SlowDown(what)
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or status in (401, 403):
         return Denied(f"{what}; the credentials do not allow it")
+    if doing == "deleted" and status in (409, 412):
+        return Unanswered(f"{what}; look for an immutability policy, a legal hold or a lease on it")
     if isinstance(error, FileNotFoundError):
         return NotFound(what) if doing != "written" else TierUnavailable(what)
     if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):

@@ -31,10 +31,13 @@ from support.scenes import config, ram, tree
 
 require("obstore")
 
+from obstore import exceptions
+
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobInfo, BlobStore, ListAtOnce, Survives, Unanswered
 from tieredckpt.blobs.object.client import Client
 from tieredckpt.blobs.object.kind import S3
+from tieredckpt.blobs.object.refusals import meaning
 from tieredckpt.blobs.object.store import ObjectStore
 from tieredckpt.blobs.object.throttle import SlowDown
 from tieredckpt.blobs.wrap import Deadline, Retrying
@@ -293,6 +296,21 @@ async def test_what_a_server_says_of_a_plain_put_is_told_apart(
         await store.put("a", [b"x"])
     assert not isinstance(raised.value, Conflict)
     assert (kind is NoSpace) == isinstance(raised.value, NoSpace)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("Bulk delete request failed for key a: AuthorizationPermissionMismatch (code: 403)", "do not allow it"),
+        ("Bulk delete request failed for key a: not permitted by a policy (code: 409)", "an immutability policy"),
+        ("Server returned non-2xx status code: 412 Precondition Failed: LeaseIdMissing", "a lease on it"),
+    ],
+)
+def test_a_deletion_that_the_server_refuses_is_not_taken_for_one_that_may_come_late(text: str, says: str) -> None:
+    """Azure answers a request for many deletions, of which obstore tells the status of each in words of its own."""
+    refusal = meaning(exceptions.GenericError(text), "a was not deleted", "deleted", exclusive=False)
+    assert isinstance(refusal, Unanswered)
+    assert says in str(refusal)
 
 
 async def test_a_proxy_whose_server_is_gone_is_not_asked_until_the_deadline(store: BlobStore, between: Proxy) -> None:
