@@ -95,6 +95,8 @@ class StepSource:
     """With several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
     _bad: set[tuple[str, Extent | bytes]] = field(default_factory=set)
     """Places, by tier, that turned out not to have their chunk intact."""
+    _refused: set[tuple[str, Extent | bytes]] = field(default_factory=set)
+    """Places, by tier, whose bytes did not come, though the tier answered in time: they may be intact."""
     _overdue: set[str] = field(default_factory=set)
     """Tiers whose last read was not answered in time."""
     _digests: dict[str, dict[bytes, Extent]] = field(default_factory=dict)
@@ -316,6 +318,7 @@ class StepSource:
             raise SilentSource(
                 f"array {layout.array_key(key)!r} of {self.step}: chunk {ordinal} is intact on no tier that answers, "
                 f"and {', '.join(map(repr, dict.fromkeys(silent)))} may have it; try again when that works"
+                + (f" ({self.silence})" if self.silence else "")
             )
         raise Corrupt(
             f"array {layout.array_key(key)!r} of {self.step} is lost: no tier has its chunk {ordinal} intact"
@@ -329,12 +332,13 @@ class StepSource:
     ) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
         """Yield `candidates` without those that ``bad`` lacks; then those that had not answered in time.
 
-        Each late one comes as often as the ``retries`` of its tier say.
+        Each late one comes as often as the ``retries`` of its tier say; what ``bad`` did not deliver, once more.
         """
         late: list[tuple[Tier, Extent | bytes]] = []
         async for tier, where in self.candidates(key, ordinal, digest):
             listed = tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal)
-            if not listed and (tier.name, where) not in self._bad:
+            place = tier.name, where
+            if place in self._refused or (not listed and place not in self._bad):
                 yield tier, where
             if tier.name in self._overdue:
                 late.append((tier, where))
@@ -356,7 +360,10 @@ class StepSource:
         (self._overdue.add if isinstance(error, Overdue) else self._overdue.discard)(tier.name)
         if isinstance(error, TierUnavailable):
             self.silence = error
+            if not isinstance(error, Overdue):
+                self._refused.add((tier.name, chunk.where))
         else:
+            self._refused.discard((tier.name, chunk.where))
             self._bad.add((tier.name, chunk.where))
             if isinstance(chunk.where, Extent):
                 tier.chunks.distrust(chunk.digest, chunk.where)

@@ -363,3 +363,21 @@ async def test_no_secret_is_stored_or_told(
     assert canary not in caplog.text
     assert "was not" in caplog.text
     assert canary in str(dump_with_secrets(settings))  # as an agent gets them
+
+
+@pytest.mark.parametrize("fault", [internal_error, deny, cut])
+async def test_what_a_server_does_not_deliver_is_asked_for_once_more_and_not_called_lost(
+    settings: StoreConfig, between: Proxy, fault: Any
+) -> None:
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    far = settings.model_copy(update={"tiers": settings.slower})
+    async with CheckpointStore.open(far, read_only=True) as reader:
+        between.fail("GET", fault, key="/packs/")
+        assert_same((await reader.restore()).tree, tree(1))
+        between.fail("GET", fault, key="/packs/", times=None)
+        with pytest.raises(TierUnavailable, match=r"'s3' may have it; try again when that works \(tier 's3': packs/"):
+            await reader.restore()
+        between.heal()
+        assert_same((await reader.restore()).tree, tree(1))
