@@ -245,7 +245,10 @@ async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
 
 async def _find_step(reads: Reads, folders: Mapping[StepId, Mapping[str, BlobInfo]], step: StepId) -> None:
     tier = reads.tier
-    match await reads.of(step, _read_step(tier, step)):
+    found = await reads.of(step, _read_step(tier, step))
+    if isinstance(found, TieredCkptError) and step not in reads.unreadable:
+        found = await reads.of(step, _read_step(tier, step))  # what lies just once would cost the newest step
+    match found:
         case Held() as held:
             tier.steps.held[step] = held
             stamp = stamp_of(held.btree_key.rpartition("/")[2], folders[step])

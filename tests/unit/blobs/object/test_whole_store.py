@@ -17,7 +17,7 @@ from support.cohort import Cohort, assert_whole
 from support.command_line import run
 from support.limits import limit
 from support.object_stores import CREDENTIALS, Place
-from support.proxy import Proxy, cut, deny, ignore_ranges, internal_error, late, lose_reply, slow_down
+from support.proxy import Proxy, abridge, cut, deny, ignore_ranges, internal_error, late, lose_reply, slow_down
 from support.scenes import CHUNK, SOON, Heard, assert_restored, assert_same, config, crash, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -381,3 +381,19 @@ async def test_what_a_server_does_not_deliver_is_asked_for_once_more_and_not_cal
             await reader.restore()
         between.heal()
         assert_same((await reader.restore()).tree, tree(1))
+
+
+@pytest.mark.parametrize("fault", [abridge, lambda request: request.refuse(404, "NoSuchKey")], ids=["short", "missing"])
+async def test_a_commit_that_is_answered_wrongly_once_is_read_once_more(
+    settings: StoreConfig, between: Proxy, fault: Any
+) -> None:
+    """Else a training that is started again would go on from an older step."""
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2):
+            await store.save(step, tree(step))
+            await store.flush()
+    between.fail("GET", fault, key="manifest.ocdbt")
+    async with CheckpointStore.open(settings.model_copy(update={"tiers": settings.slower})) as store:
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(2))

@@ -672,12 +672,12 @@ async def test_the_packs_of_a_step_stay_whose_commit_could_not_be_read_once(
         os.utime(path, (time.time() - 2 * GRACE,) * 2)
     wrap = faults.wrap
 
-    def lying_once(name: str, blobs: BlobStore) -> Faulty:
+    def lying_twice(name: str, blobs: BlobStore) -> Faulty:
         faulty = wrap(name, blobs)
-        faulty.flip("get", 100, key="steps/0000000002-*/manifest.ocdbt")
+        faulty.flip("get", 100, key="steps/0000000002-*/manifest.ocdbt", times=2)
         return faulty
 
-    monkeypatch.setattr(faults, "wrap", lying_once)
+    monkeypatch.setattr(faults, "wrap", lying_twice)
     async with CheckpointStore.open(settings) as store:
         assert [info.step for info in await store.steps()] == [1, 3]
         await store.collect()
