@@ -19,11 +19,11 @@ from tieredckpt.engine.keeping.policies import leaving, leaving_when_full, waits
 from tieredckpt.engine.opening.scan import step_folders
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
-from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.index_cache import packs_of, unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId
+from tieredckpt.format.manifest import StepId, StepIndex
 
 __all__ = ["Collected", "Collector"]
 
@@ -31,6 +31,10 @@ _log = logging.getLogger("tieredckpt")
 
 _DELETES_AT_A_TIME = 16
 """Deletions of packs at a time on a remote tier, where each request takes long: a large step has thousands."""
+_INDEXES_AT_A_TIME = 8
+"""Indexes read at a time on such a tier: a store has thousands of steps."""
+_LARGE_INDEX = 8 << 20
+"""Bytes of an index that is read alone: it takes several times as much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,16 +264,33 @@ class Collector:
         return live
 
     async def _packs_by_step(self, tier: Tier) -> dict[StepId, frozenset[str]]:
-        found = {}
-        for step in tuple(tier.steps.held):
-            try:
-                found[step] = await step_index.packs(tier, step)
-            except NotFound:
-                if step in tier.steps.held:  # and was not evicted meanwhile
-                    raise
-            except Corrupt as error:
-                _quarantine(tier, step, error)
-        return found | tier.steps.damaged.stale()
+        steps, known = tuple(tier.steps.held), tier.steps.indexes.packs
+        await self._read_indexes(tier, [step for step in steps if step not in known], lambda index: None)
+        held = {step: known[step] for step in steps if step in tier.steps.held and step in known}
+        return held | tier.steps.damaged.stale()
+
+    async def _read_indexes(self, tier: Tier, steps: Collection[StepId], use: Callable[[StepIndex], None]) -> None:
+        """Read the indexes of steps, several at a time of a remote tier, and remember which packs they refer to.
+
+        One that is corrupt is quarantined. Raises as `step_index.load`.
+        """
+        large = any(tier.steps.indexes.nbytes.get(step, 0) > _LARGE_INDEX for step in steps)
+        turns = asyncio.Semaphore(_INDEXES_AT_A_TIME if tier.store.traits.remote and not large else 1)
+
+        async def read(step: StepId) -> None:
+            async with turns:
+                try:
+                    index = await step_index.load(tier, step)
+                except NotFound:
+                    if step in tier.steps.held:  # and was not evicted meanwhile
+                        raise
+                except Corrupt as error:
+                    _quarantine(tier, step, error)
+                else:
+                    tier.steps.indexes.packs[step] = packs_of(index.arrays)
+                    use(index)
+
+        await together([read(step) for step in steps])
 
     async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
         dead = set(keys)
@@ -325,19 +346,15 @@ class Collector:
             before = _Dense(frozenset(), frozenset())
         live: dict[str, int] = {}
         seen: set[tuple[str, int]] = set()
-        for step, _ in commits - before.commits:  # thousands of indexes are not read again each time
-            try:
-                index = await step_index.load(tier, step)
-            except NotFound:
-                continue  # evicted meanwhile
-            except Corrupt as error:
-                _quarantine(tier, step, error)
-                continue
+
+        def count(index: StepIndex) -> None:
             for extent in unique_extents(index.arrays).values():
                 if extent.path not in before.packs and (extent.path, extent.offset) not in seen:
                     seen.add((extent.path, extent.offset))
                     live[extent.path] = live.get(extent.path, 0) + layout.aligned(extent.length)
-            await asyncio.sleep(0)
+
+        # Thousands of indexes are not read again each time.
+        await self._read_indexes(tier, [step for step, _ in commits - before.commits], count)
         threshold = self._state.config.repack_below
         sparse = {key: nbytes for key, nbytes in live.items() if nbytes < threshold * tier.packs.sizes.get(key, 0)}
         if not sparse:

@@ -170,6 +170,23 @@ async def test_a_hundred_steps_are_opened_with_few_requests(
         assert len(await store.steps()) == 100
 
 
+async def test_a_first_collection_reads_each_index_once_and_several_at_a_time(
+    s3_place: Place, between: Proxy, shared_memory: Path
+) -> None:
+    settings = config({"ram": ram(shared_memory), "s3": s3_place.tier(between.url, retain="all")})
+    async with CheckpointStore.open(settings) as store:
+        for step in range(30):
+            await store.save(step, {"w": np.arange(step, 3000)})
+        await store.flush()
+    async with CheckpointStore.open(settings) as store:
+        await total(between, store)
+        between.most_under_way = 0
+        between.fail("GET", late, key="/steps/", times=None)
+        await store.collect()
+        assert await total(between, store) <= 2 + 2 * 30
+        assert between.most_under_way >= 8
+
+
 async def test_a_writer_that_came_at_the_same_moment_is_seen(
     settings: StoreConfig, s3_place: Place, between: Proxy
 ) -> None:
