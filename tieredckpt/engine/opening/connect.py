@@ -21,7 +21,7 @@ from tieredckpt.engine.opening.ram import attach_ram, mark_ram, note_owner, open
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
-from tieredckpt.engine.tier.lease import Lease
+from tieredckpt.engine.tier.lease import Lease, everything_at_once
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import Events, TierHangs
@@ -145,6 +145,8 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         elif writes and not tier.in_memory:
             lease = Lease(tier.store, tier.name, state.config.lease_ttl)
             listed = await lease.acquire()
+        elif not tier.in_memory:
+            listed = await everything_at_once(tier.store)
     except NoSpace as error:
         full = error  # the lease is taken before anything is written or deleted
     tier.lease = lease

@@ -30,7 +30,7 @@ from tieredckpt.concurrency import whole
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format import layout
 
-__all__ = ["Holder", "Lease", "decode_holder", "holder_of", "lives_here"]
+__all__ = ["Holder", "Lease", "decode_holder", "everything_at_once", "holder_of", "lives_here"]
 
 _SIZE_MAX = 4096
 _CLOCKS_DIFFER = 3600.0
@@ -89,6 +89,11 @@ def _started(process: int) -> str | None:
     return None if state in "ZX" else fields[18]
 
 
+async def everything_at_once(store: BlobStore) -> Sequence[BlobInfo] | None:
+    """All that a store holds, where requests are counted and one of them tells; else None."""
+    return await store.list_at_once("") if store.traits.remote and isinstance(store, ListAtOnce) else None
+
+
 _of_this_process: set[str] = set()
 """The keys of the leases that this process holds, from before they are written."""
 
@@ -120,9 +125,7 @@ class Lease:
             for found in await self._others():
                 raise self._conflict(found)
             await self._write()
-            everything = None
-            if self.store.traits.remote and isinstance(self.store, ListAtOnce):
-                everything = await self.store.list_at_once("")
+            everything = await everything_at_once(self.store)
             await self._give_way(everything)
             return everything
         except NoSpace:
