@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -78,10 +78,15 @@ class Handler(BaseHTTPRequestHandler):
         return self.upstream.getresponse()
 
     def answer(
-        self, found: http.client.HTTPResponse, *, cut: bool = False, change: Callable[[bytes], bytes] | None = None
+        self,
+        found: http.client.HTTPResponse,
+        *,
+        cut: bool = False,
+        change: Callable[[bytes], bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send an answer to the client, with another body if ``change`` makes one; with ``cut``, send half of the body
-        and close the connection."""
+        """Send an answer to the client, with another body if ``change`` makes one, and with these ``headers`` besides;
+        with ``cut``, send half of the body and close the connection."""
         body = found.read()
         if change is not None:
             body = change(body)
@@ -89,6 +94,8 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in found.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                 self.send_header(name, value)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         length = found.getheader("Content-Length") if self.command == "HEAD" else str(len(body))
         self.send_header("Content-Length", length or "0")
         self.end_headers()
@@ -234,10 +241,11 @@ class Proxy:
         self.most_under_way = 0
         """Requests at a time."""
 
-    def fail(self, verb: str, fault: Fault, *, key: str = "", times: int | None = 1) -> None:
-        """Disturb the next ``times`` requests of a verb, ``*`` for any, whose path contains ``key``."""
+    def fail(self, verb: str, fault: Fault, *, key: str = "", times: int | None = 1, first: bool = False) -> None:
+        """Disturb the next ``times`` requests of a verb, ``*`` for any, whose path contains ``key``; ``first`` before
+        other faults."""
         with self._guards:
-            self._rules.append(Rule(verb, fault, key, times))
+            self._rules.insert(0 if first else len(self._rules), Rule(verb, fault, key, times))
 
     def fail_often(self, share: float, *faults: Fault, seed: int) -> None:
         """Inject one of the faults into a share of all requests."""
