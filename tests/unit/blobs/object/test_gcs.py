@@ -15,7 +15,7 @@ from support.scenes import SOON, assert_restored, config, ram, tree
 
 from tieredckpt import CheckpointStore
 
-SECRET = "not-to-be-told"
+KEY_ID = "not-to-be-told"
 
 
 @pytest.mark.usefixtures("no_signature")
@@ -24,7 +24,7 @@ async def test_steps_come_to_google_cloud_storage_and_back(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     with gcs(s3_server) as between:
-        key = json.dumps(json.loads(key_without_signature(between.url)) | {"private_key_id": SECRET})
+        key = json.dumps(json.loads(key_without_signature(between.url)) | {"private_key_id": KEY_ID})
         where = f"gs://{BUCKET}/{s3_place.prefix}"
         far = {"kind": "gcs", "url": where, "endpoint": between.url, "service_account_key": key, "retries": 0}
         far |= {"retain": {"kind": "last_n", "n": 2}, "deadline": 3}
@@ -44,4 +44,4 @@ async def test_steps_come_to_google_cloud_storage_and_back(
             assert [info.step for info in await reader.steps()] == [3, 4]
             for found in await reader.verify():
                 assert not found.problem
-    assert SECRET not in shown + caplog.text
+    assert KEY_ID not in shown + caplog.text
