@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tieredckpt.blobs.base import Outgrown
@@ -66,6 +67,8 @@ class Promoter:
         """How often nothing was found due."""
         self._waiters = 0
         """How many wait for that."""
+        self._flushes = 0
+        """How many wait until all that can come has come."""
 
     def next_due(self, *, at_rest: bool = False) -> StepId | None:
         """The step to promote next: the newest that is due, for it is the one a restart would take.
@@ -78,6 +81,16 @@ class Promoter:
         view = state.view(at_rest=at_rest)
         waiting = {*state.waiting(self.tier), *self.tier.steps.to_mend()} - self.stuck.keys()
         return next((step for step in sorted(waiting, reverse=True) if is_due(state, step, self.tier, view)), None)
+
+    @contextmanager
+    def flushing(self) -> Iterator[None]:
+        """While the block waits until all has come that can, try nothing a second time: the wait would never end."""
+        self._flushes += 1
+        try:
+            yield
+        finally:
+            self._flushes -= 1
+            self._state.changed.notify()
 
     async def rest(self) -> None:
         """Return when it has looked anew and found nothing due, or when its tier fails."""
@@ -116,9 +129,10 @@ class Promoter:
                 self._rests += 1
                 if self._waiters:
                     self._state.changed.notify()
-                soonest = min(self._retry_at.values(), default=math.inf) - time.monotonic()
-                await self._state.changed.wait(min(soonest, limits.in_force.ask_policies_again))
-                self._forget_silence()  # not before all else is done, or a tier that works would never be told to
+                soonest = math.inf if self._flushes else min(self._retry_at.values(), default=math.inf)
+                await self._state.changed.wait(min(soonest - time.monotonic(), limits.in_force.ask_policies_again))
+                if not self._flushes:
+                    self._forget_silence()  # not before all else is done, or a tier that works would never be told to
             except TieredCkptError as error:
                 self._state.report(self.tier, error)
             except Exception as error:
@@ -198,14 +212,25 @@ class Promoter:
         except (SilentSource, Corrupt, NotFound, Conflict, RanksUnavailable) as error:
             if step in self._state.records() and step not in self.tier.steps.tombstones:  # was not evicted meanwhile
                 _log.error("%s cannot be promoted to tier %r: %s", step, self.tier.name, error)
-                self.stuck[step] = error
-                if self._report_stuck is not None:
-                    self._report_stuck(step, self.tier, error)
-                if isinstance(error, (SilentSource, RanksUnavailable)):
-                    self._retry_at[step] = time.monotonic() + limits.in_force.source_retry
+                self._set_aside(step, error)
+                if isinstance(error, RanksUnavailable):  # they would be waited for as long with each other step
+                    self._set_aside_what_ranks_have(error)
         finally:
             self.busy = self._copying = None
             self._state.changed.notify()
+
+    def _set_aside(self, step: StepId, error: TieredCkptError) -> None:
+        self.stuck[step] = error
+        if self._report_stuck is not None:
+            self._report_stuck(step, self.tier, error)
+        if isinstance(error, (SilentSource, RanksUnavailable)):
+            self._retry_at[step] = time.monotonic() + limits.in_force.source_retry
+
+    def _set_aside_what_ranks_have(self, error: RanksUnavailable) -> None:
+        view = self._state.view()
+        for step in (self._state.tiers[0].steps.held.keys() & self._state.waiting(self.tier)) - self.stuck.keys():
+            if is_due(self._state, step, self.tier, view):
+                self._set_aside(step, error)
 
     def _forget_silence(self) -> None:
         for step in [step for step, when in self._retry_at.items() if when <= time.monotonic()]:

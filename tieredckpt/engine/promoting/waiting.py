@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 
 from tieredckpt.engine.keeping.policies import is_due, why_not_due
 from tieredckpt.engine.promoting.promoter import Promoter
@@ -63,14 +64,17 @@ async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
     Raises:
         TieredCkptError: a tier that still lacks a step failed; the others have theirs.
     """
-    while True:
-        before = state.observation.promotions_ended
+    with ExitStack() as waiting:
         for promoter in promoters.values():
-            await promoter.rest()
-        if any(tier.steps.promotions or tier.steps.scanning for tier in state.every_tier):
-            await state.changed.wait()
-        elif state.observation.promotions_ended == before:  # else a step may be due now that no other is on its way
-            break
+            waiting.enter_context(promoter.flushing())
+        while True:
+            before = state.observation.promotions_ended
+            for promoter in promoters.values():
+                await promoter.rest()
+            if any(tier.steps.promotions or tier.steps.scanning for tier in state.every_tier):
+                await state.changed.wait()
+            elif state.observation.promotions_ended == before:  # else a step may be due that no other is on its way
+                break
     for promoter in promoters.values():
         if promoter.tier.health.error is not None and (due := promoter.next_due(at_rest=True)) is not None:
             raise _again(promoter.tier.health.error, f"tier {promoter.tier.name!r} lacks {due}: ")

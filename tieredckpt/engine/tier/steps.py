@@ -291,6 +291,11 @@ class Steps:
         self.indexes.packs[step] = packs = packs_of(arrays)
         return packs
 
+    def unstick(self, kind: type[TieredCkptError]) -> None:
+        """Count no step as stuck by errors of a kind, whose reason has gone."""
+        for step in [step for step, error in self.stuck.items() if isinstance(error, kind)]:
+            del self.stuck[step]
+
     def mark_indeterminate(self, step: StepId, packs: frozenset[str], btree_key: str) -> None:
         """Note that a commit failed and may have happened; the arguments are those of `IndeterminateCommit`."""
         btree_keys = frozenset({btree_key})

@@ -208,7 +208,7 @@ class Commits:
             tier.packs.add(WrittenPacks(sizes=each.packs))
         if missing:
             raise RanksUnavailable(
-                f"{step} is not on tier {tier.name!r}: {show_ranks(missing)} did not write what they have of it within "
+                f"{step} is not on tier {tier.name!r}: {show_ranks(missing)} did not write their parts of it within "
                 f"{patience:.0f} s",
                 missing,
             )

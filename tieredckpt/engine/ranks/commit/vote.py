@@ -303,6 +303,8 @@ class Votes:
         self._state.membership.failing = frozenset(committed.failing)
         self._announced.pop(committed.attempt, None)
         self.comparison.forget(committed.attempt)
+        for tier in self._state.tiers:
+            tier.steps.unstick(RanksUnavailable)  # all ranks have answered
         self._emit(step, committed.differing)
         self._state.membership.failed.pop(step, None)
         self._state.branch.last_serial = max(self._state.branch.last_serial, step.serial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,47 @@ async def test_a_rank_that_hangs_while_it_writes_stalls_no_training(place: Place
         held.release()
         await ranks.all(lambda store, rank: store.flush())
         assert place.steps()[-1].startswith("0000000003")
+
+
+async def test_closing_waits_once_for_a_dead_rank_however_many_steps_are_due(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, last_words=0.5)
+    tiers = {"ram": ram(place.shared_memory), "disk": folder(place.disk), "far": folder(tmp_path / "far")}
+    async with place.open(3, tiers=tiers, crashing=True) as ranks:
+        held = [ranks.faulty(0, tier).hold("delete", key="steps/*/parts/*") for tier in ("disk", "far")]
+        for step in range(1, 9):
+            await ranks.reached(await ranks.save(step), "ram")
+        await asyncio.gather(*(each.reached() for each in held))  # with the first step, and the others wait
+        ranks.let_wait(DEADLINE)
+        ranks.world.kill_now(2)
+        for each in held:
+            each.release()
+        begin = time.monotonic()
+        async with asyncio.timeout(SOON):
+            with pytest.raises(RanksUnavailable, match="rank 2 did not write"):
+                await ranks[0].flush()
+            await asyncio.gather(*(ranks[rank].close() for rank in (0, 1)))
+        assert time.monotonic() - begin < 5 * DEADLINE  # and not 7 for each tier
+
+
+async def test_a_flush_brings_all_steps_as_soon_as_the_rank_that_they_lacked_answers_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, source_retry=SOON)
+    async with place.open(3) as ranks:
+        ranks.let_wait(DEADLINE)
+        held = ranks.faulty(2).hold("put", key="packs/*")
+        await ranks.save(1)
+        await held.reached()
+        await ranks.failed(tier="disk")
+        with pytest.raises(RanksUnavailable, match="rank 2"):
+            await ranks[0].flush()
+        ranks.let_wait(SOON)
+        held.release()
+        await ranks.save(2)
+        await ranks.all(lambda store, rank: store.flush())
+        assert [name[:10] for name in place.steps()] == ["0000000001", "0000000002"]
 
 
 async def test_a_rank_writes_a_step_to_two_tiers_at_one_time(place: Place, tmp_path: Path) -> None:
