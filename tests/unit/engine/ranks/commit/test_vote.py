@@ -299,6 +299,7 @@ async def test_a_save_that_one_rank_cannot_begin_fails_on_the_others_at_once(
         await asyncio.sleep(0.05)
         if told == "CancelledError":
             saving.cancel()
+            await asyncio.sleep(0.05)  # or the save could begin before it hears of that
         busy.set()
         with pytest.raises((Invalid, asyncio.CancelledError)):
             await saving
