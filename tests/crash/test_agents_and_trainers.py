@@ -324,6 +324,30 @@ async def test_an_agent_that_hangs_is_told_and_taken_back_when_it_goes_on(
         assert agent_of(ram_folder) == agent
 
 
+async def test_what_a_trainer_saves_after_it_gave_up_its_agent_is_promoted_by_that_agent(
+    slow: StoreConfig, ram_folder: Path, disk: Path
+) -> None:
+    """As of a trainer that was stopped itself: when it goes on, it takes its agent for silent, saves and ends."""
+    store = await CheckpointStore.open(slow)
+    link = store._life.engine.mode.link
+    await store.save(1, tree(1))
+    agent = agent_of(ram_folder)
+
+    async def give_up() -> None:
+        await link._hang_up()
+        await link._end_talk()
+
+    await store._life.loop.call(give_up())
+    await store.save(2, tree(2))
+    await crash(store)
+    wait_for_end(agent)
+    async with CheckpointStore.open(disk, read_only=True) as reader:
+        assert [each.step for each in await reader.steps()] == [1, 2]
+        restored = await reader.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(2))
+
+
 async def test_of_two_agents_one_promotes(slow: StoreConfig, ram_folder: Path) -> None:
     async with CheckpointStore.open(slow) as store:
         await store.save(1, tree(1))

@@ -133,7 +133,7 @@ class Agent:
                     return
             elif not self._opened:
                 await self._open()
-            elif self._life != "stays" and self._is_finished():
+            elif self._life != "stays" and self._is_finished() and not await self._finds_more():
                 return
             await asyncio.sleep(_LOOK_AGAIN)
 
@@ -318,6 +318,16 @@ class Agent:
         if self._finishing is None:
             self._finishing = asyncio.create_task(self._finish(), name="tieredckpt last promotions")
         return self._finishing.done()
+
+    async def _finds_more(self) -> bool:
+        """Whether RAM has steps that came after its trainer had hung up, as one does that was stopped for a while."""
+        held = self._engine.state.tiers[0].steps.held
+        known = set(held)
+        await self._look_into_ram()
+        if known.issuperset(held):
+            return False
+        self._finishing = None
+        return True
 
     async def _finish(self) -> None:
         begin, told = time.monotonic(), ""
