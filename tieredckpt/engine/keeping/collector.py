@@ -175,17 +175,19 @@ class Collector:
             # A verification may read the step well meanwhile; either result shows what it uses.
             damaged, unreadable = tier.steps.damaged, limits.in_force.unreadable_commit
             own, any_packs = damaged.own_packs(), damaged.any_packs(unreadable)
-            live = await self._live_packs(tier) | any_packs | damaged.any_packs(unreadable)
+            live = await self._live_packs(tier) | any_packs
+            now = await tier.now() if orphans and tier.packs.orphans else 0.0
+            live |= damaged.any_packs(unreadable)
             live |= self._state.membership.packs_streamed_to(tier) | tier.steps.late_packs()
-            kept = tier.packs.orphans | own | damaged.own_packs()
-            oldest_kept = time.time() - self._state.config.grace
+            ages = {key: now - since for key, since in tier.packs.orphans.items()}
+            ages |= {key: time.monotonic() - since for key, since in (own | damaged.own_packs()).items()}
             dead = [
                 key
                 for key in tier.packs.sizes
-                if key not in live and (key not in kept or (orphans and kept[key] < oldest_kept))
+                if key not in live and (key not in ages or (orphans and ages[key] > self._state.config.grace))
             ]
             nbytes = await self._delete_packs(tier, dead)
-            files = await self._sweep(tier, listed, oldest_kept) if orphans else 0
+            files = await self._sweep(tier, listed) if orphans else 0
         self._state.changed.notify()
         return Collected(tier.name, len(dead), nbytes, files)
 
@@ -308,7 +310,7 @@ class Collector:
         await together([delete(key) for key in dead])
         return freed
 
-    async def _sweep(self, tier: Tier, listed: Sequence[BlobInfo], oldest_kept: float) -> int:
+    async def _sweep(self, tier: Tier, listed: Sequence[BlobInfo]) -> int:
         """Delete index files of steps that were never committed or retracted half, and files of torn writes.
 
         ``listed`` are the files of all steps, as `_check_known` has seen them: what came since may be a step.
@@ -328,6 +330,7 @@ class Collector:
         seen = self._strays.get(tier.name, {})
         # Where the store tells no time of change, a stray is as old as we have known it.
         self._strays[tier.name] = {key: modified or seen.get(key, time.time()) for key, modified in strays.items()}
+        oldest_kept = await tier.now() - self._state.config.grace if strays else 0.0
         stale = [key for key, since in self._strays[tier.name].items() if since < oldest_kept]
         for key in stale:
             await tier.confirm_lease()

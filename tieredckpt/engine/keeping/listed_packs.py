@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 
@@ -31,7 +32,9 @@ async def compare_packs(tier: Tier) -> None:
         if info.key not in packs.sizes and layout.parse_pack_key(info.key) is not None:
             packs.sizes[info.key] = info.size
             packs.unlisted.add(info.key)
-            packs.orphans[info.key] = info.modified or time.time()
+            packs.orphans[info.key] = math.inf
+        if (since := packs.orphans.get(info.key)) is not None:
+            packs.orphans[info.key] = info.modified or min(since, time.time())
     if not unseen:
         return
     if not await marker_file.is_still(tier.store, tier.marker):

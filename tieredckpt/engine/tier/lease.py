@@ -148,6 +148,18 @@ class Lease:
             self.taken_over = True
             raise
 
+    async def now(self) -> float:
+        """The time by the clock of the store, as of the last renewal; by that of this host where the store has none.
+
+        Raises as `confirm` where another writer has removed the lease.
+        """
+        try:
+            return (await self.store.stat(self._key)).modified or time.time()
+        except NotFound:
+            await self.renew()
+            await self.confirm()
+            raise
+
     @property
     def was_taken(self) -> bool:
         """Whether it was ever written: a full device may have had no room for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import math
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Packs:
     unlisted: set[str] = field(default_factory=set)
     """Packs with unknown content."""
     orphans: dict[str, float] = field(default_factory=dict)
-    """When packs that no step was known to use were last changed (epoch seconds)."""
+    """When packs that no step was known to use were last changed, by the tier's clock (epoch seconds)."""
     streamed_to: set[str] = field(default_factory=set)
     """Packs that a save which streams here may refer to: they stay, though with several ranks it holds no lock."""
     proving: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -97,7 +97,7 @@ class Packs:
         for key, nbytes in written.sizes.items():
             self.sizes[key] = nbytes
             self.unlisted.discard(key)
-            self.orphans[key] = time.time()  # until a commit refers to it
+            self.orphans[key] = math.inf  # until a commit refers to it, or a listing tells when it was written
         self.index.update(written.extents)
 
     def forget(self, digest: bytes) -> None:

@@ -142,6 +142,10 @@ class Tier:
         if self.lease is not None:
             await self.lease.confirm(deleting=deleting)
 
+    async def now(self) -> float:
+        """The time by the clock that its files are stamped with, or a little earlier (epoch seconds)."""
+        return time.time() if self.lease is None else await self.lease.now()
+
     @property
     def lacks_lease(self) -> bool:
         """Whether a full device had no room for the lease: steps may leave without it, but no packs."""

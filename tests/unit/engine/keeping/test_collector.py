@@ -40,7 +40,7 @@ from tieredckpt.engine.keeping import collector
 from tieredckpt.engine.keeping.collector import Collected
 from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.tier.index_cache import unique_extents
-from tieredckpt.errors import NoSpace, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import StepId, decode_step
@@ -83,12 +83,15 @@ class Place:
         self.disk = root / "of-test" / "disk"
         self.far = root / "of-test" / "far"
         self.late = 0.0
-        monkeypatch.setattr(collector, "time", SimpleNamespace(time=lambda: time.time() + self.late))
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + self.late)
+        passed = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + self.late)
+        monkeypatch.setattr(collector, "time", passed)
 
     def let_the_grace_pass(self) -> None:
-        """Two hours pass, for the collector and for every file."""
+        """Two hours pass, for the collector and for every file but leases, which are renewed."""
         self.late += 2 * GRACE
-        for path in files_below(self.root):
+        for path in (path for path in files_below(self.root) if path.parent.name != "leases"):
             with suppress(FileNotFoundError):
                 then = path.stat().st_mtime - 2 * GRACE
                 os.utime(path, (then, then))
@@ -231,6 +234,36 @@ async def test_an_orphan_of_a_dead_writer_goes_after_the_grace_period_and_not_be
         await store.collect()
         assert set(files_under(place.disk)) == kept
         await assert_restores(store, 1, state())
+
+
+async def test_what_is_being_written_stays_however_far_ahead_the_clock_of_this_host_is(place: Place) -> None:
+    """As the packs of another rank, whose step rank 0 does not know yet: they are as old as the tier's clock says."""
+    async with opened(place, folder(place.disk, retain="all")) as store:
+        await (await store.save(1, state())).reached("disk")
+        being_written = place.disk / layout.pack_key("ab" * 16), place.disk / layout.part_key(2, 2, rank=1)
+        for path in being_written:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(CHUNK))
+        place.late = 24 * 3600.0
+        await store.collect()
+        assert all(path.exists() for path in being_written)
+
+
+async def test_packs_of_a_damaged_step_stay_when_the_clock_is_set_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(place, folder(place.disk, retain="all")) as store:
+        await (await store.save(1, state())).reached("disk")
+        disk = tier_of(store, "disk")
+        kept = set(disk.packs.sizes)
+        (manifest,) = place.disk.glob("steps/*/manifest.ocdbt")
+        manifest.write_bytes(b"no commit")
+        disk.quarantine(StepId(1, 1), Corrupt("no commit"))
+        ahead = time.time() + 24 * 3600.0
+        monkeypatch.setattr(collector, "time", SimpleNamespace(time=lambda: ahead, monotonic=time.monotonic))
+        await store.collect()
+        assert kept
+        assert set(disk.packs.sizes) == kept
 
 
 async def test_a_pack_that_is_mostly_dead_is_rewritten_and_everything_restores(
