@@ -284,7 +284,7 @@ class Collector:
                 try:
                     index = await step_index.load(tier, step)
                 except NotFound:
-                    if step in tier.steps.held:  # and was not evicted meanwhile
+                    if tier.steps.keeps(step):  # and is not being evicted, or was meanwhile
                         raise
                 except Corrupt as error:
                     _quarantine(tier, step, error)

@@ -39,7 +39,9 @@ from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.keeping import collector
 from tieredckpt.engine.keeping.collector import Collected
 from tieredckpt.engine.opening.connect import connect
+from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format import layout, ocdbt
@@ -234,6 +236,31 @@ async def test_an_orphan_of_a_dead_writer_goes_after_the_grace_period_and_not_be
         await store.collect()
         assert set(files_under(place.disk)) == kept
         await assert_restores(store, 1, state())
+
+
+async def test_a_collection_beside_an_eviction_does_not_miss_the_step_that_leaves(
+    place: Place, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted, go_on = threading.Event(), threading.Event()
+    really = commit_file.delete_manifest
+
+    async def delete_slowly(tier: Tier, step: StepId) -> None:
+        await really(tier, step)
+        deleted.set()
+        await asyncio.to_thread(go_on.wait, SOON)
+
+    async with opened(place, disk) as store:
+        await two_steps(store)
+        monkeypatch.setattr(commit_file, "delete_manifest", delete_slowly)
+        evicting = asyncio.create_task(store.evict(1, "disk"))
+        assert await asyncio.to_thread(deleted.wait, SOON)
+        tier_of(store, "disk").steps.indexes.forget(StepId(1, 1))  # of many steps, not all are remembered
+        try:
+            await store.collect()
+        finally:
+            go_on.set()
+            await evicting
+        assert await store.where(2) == ("ram", "disk")
 
 
 async def test_what_is_being_written_stays_however_far_ahead_the_clock_of_this_host_is(place: Place) -> None:
