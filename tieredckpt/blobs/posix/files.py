@@ -43,6 +43,8 @@ def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
             return NoSpace(f"{what}; evict steps, or give the tier more room")
         case errno.EDQUOT:
             return NoSpace(f"{what}; evict steps, or have the quota of this user, group or project raised")
+        case errno.EFBIG:
+            return TierUnavailable(f"{what}; raise the limit on the size of a file (`ulimit -f`, or the file system's)")
         case errno.EEXIST:
             return Conflict(f"{path} exists already")
         case errno.ELOOP:

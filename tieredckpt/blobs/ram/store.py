@@ -305,8 +305,10 @@ def _notice(folder: Path, note: Note) -> str:
     if note.memfd is None:
         return ""
     room = os.statvfs(folder)
+    left = max(0, room.f_bavail * room.f_frsize - expected_elsewhere(folder))
+    lacking = max(0, note.capacity - left)
     return (
-        f"shared memory at {folder} has {format_size(room.f_bavail * room.f_frsize)} left, too little for "
+        f"shared memory at {folder} has {format_size(left)} left, {format_size(lacking)} too little for "
         f"the RAM tier's {format_size(note.capacity)}: a memfd takes its place, and its steps end with this "
         f"process; a larger /dev/shm (docker run --shm-size) lets them survive it"
     )

@@ -267,6 +267,13 @@ class TestFailures:
         await store.put("a/key", [b"works again"])
         assert await store.get("a/key", limit=100) == b"works again"
 
+    async def test_a_limit_on_the_size_of_files_is_named(
+        self, store: PosixStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Calls(monkeypatch, "pwritev").error = errno.EFBIG
+        with pytest.raises(TierUnavailable, match="ulimit -f"):
+            await store.put("key", [bytes(LARGE)])
+
     @pytest.mark.parametrize("call", ["pwritev", "ftruncate", "close"])
     async def test_a_device_that_fills_up_leaves_nothing(
         self, root: Path, store: PosixStore, call: str, monkeypatch: pytest.MonkeyPatch

@@ -107,7 +107,7 @@ async def test_where_shared_memory_is_too_small_a_memfd_takes_its_place_and_it_i
         store.slab.prepare(share=1)
         assert store.slab.reserved == 128 * MIB
         assert store.traits.survives is Survives.NOTHING
-        found = f"shared memory at {small_tmpfs}/ram has 64 MiB left, too little for the RAM tier's 128 MiB"
+        found = f"shared memory at {small_tmpfs}/ram has 64 MiB left, 64 MiB too little for the RAM tier's 128 MiB"
         assert found in store.notice
         assert "its steps end with this process" in store.notice
         offset = take_extent(store, b"chunk")
@@ -124,7 +124,7 @@ async def test_what_other_slabs_are_still_to_take_is_not_there(small_tmpfs: Path
     """Of several ranks that open at once, the last would find no memory at its first save."""
     async with opened(small_tmpfs / "store" / "rank-0", 40 * MIB) as first:
         async with opened(small_tmpfs / "store" / "rank-1", 40 * MIB) as second:
-            assert "too little for the RAM tier's 40 MiB" in second.notice
+            assert "has 24 MiB left, 16 MiB too little for the RAM tier's 40 MiB" in second.notice
         first.slab.prepare(share=1)
         async with opened(small_tmpfs / "store" / "rank-2", 16 * MIB) as third:
             assert not third.notice
