@@ -159,7 +159,7 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
             self._any[step] = time.monotonic(), frozenset(packs)
 
     def own_packs(self) -> dict[str, float]:
-        """The packs that they are known to use, and since when they are here (monotonic seconds); see `stale` as well."""
+        """The packs that they are known to use, and since when they are here (monotonic seconds). See also `stale`."""
         own = {step: self._own[step] for step in self._own.keys() & self.keys() - self.stale().keys()}
         return {key: since for since, packs in own.values() for key in packs}
 
