@@ -304,6 +304,18 @@ async def test_a_damaged_lossy_copy_is_derived_again_from_an_exact_one(tmp_path:
         assert np.array_equal(before, after)
 
 
+async def test_a_lossy_copy_whose_packs_are_gone_is_derived_again(tmp_path: Path, shared_memory: Path) -> None:
+    async with CheckpointStore.open(lossy_config(tmp_path, shared_memory)) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+        for pack in derived_in(tmp_path).glob("packs/*/*.pack"):
+            pack.unlink()
+        await store.collect()
+        await store.flush()
+        (found,) = await store.verify(1, "archive")
+        assert not found.problem
+
+
 async def test_a_damaged_commit_of_a_lossy_copy_is_made_anew(tmp_path: Path, shared_memory: Path) -> None:
     settings_ = lossy_config(tmp_path, shared_memory)
     async with CheckpointStore.open(settings_) as store:

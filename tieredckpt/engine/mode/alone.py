@@ -105,7 +105,7 @@ class Alone:
 
     async def promote(self, step: StepId, tier: Tier) -> int:
         """Copy a step to a tier that this process manages; the bytes written."""
-        return await copy_step(self.state, self.collector, step, tier, again=step in tier.steps.impaired)
+        return await copy_step(self.state, self.collector, step, tier)
 
     async def ask_to_promote(self, step: StepId, tier: Tier) -> None:
         """Ask for the promotion of a step before older ones, in whichever process does it."""

@@ -70,7 +70,8 @@ async def copy_step(
         collector: makes room.
         step: held by some tier.
         tier: the target.
-        again: commit anew although the tier holds the step; write the chunks anew that its index forgot.
+        again: commit anew although the tier holds the step; write the chunks anew that its index forgot. So it is with
+            a step that lacks chunks there.
         leaving: packs of the tier that the step, committed anew, must no longer refer to.
         lost: chunks that are intact nowhere, with the extents that the step, committed anew, keeps for them.
         origin: state of the store that the step is copied from, on the same loop; nothing is evicted for such a copy.
@@ -82,6 +83,7 @@ async def copy_step(
         Conflict: as `commit_file.commit`.
         NoSpace, TierUnavailable: of the target; nothing was committed.
     """
+    again = again or step in tier.steps.impaired
     if step in tier.steps.held and not again:
         return 0
     commit_file.check_no_deletion(tier, step)
