@@ -45,7 +45,7 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     if (step in tier.steps.held and not mended) or gone or not state.on_line(step.serial):
         return False
     others = state.tiers if mended else state.tiers[: tier.index]  # from wherever it is
-    if not any(step in each.steps.held and step not in each.steps.impaired for each in others):
+    if not any(each.steps.has_good(step) for each in others):
         return False
     view = view or state.view(at_rest=True)
     if (mine := view.find(step)) is None:

@@ -141,8 +141,6 @@ class AmongRanks(Alone):
         self.ranked.reports.signalled(name, on=on)
 
     async def promote(self, step: StepId, tier: Tier) -> int:
-        if step in tier.steps.impaired:  # no rank has its part of it any more
-            return await super().promote(step, tier)
         return await self.ranked.commits.promote(step, tier)
 
     async def ask_to_promote(self, step: StepId, tier: Tier) -> None:

@@ -250,6 +250,10 @@ class Steps:
         """Whether the tier has the step, readable or not, and is not retracting it."""
         return (step in self.held or step in self.damaged) and step not in self.leaving
 
+    def has_good(self, step: StepId) -> bool:
+        """Whether the tier has a good copy of the step, as far as is known."""
+        return step in self.held and step not in self.impaired
+
     def to_mend(self) -> set[StepId]:
         """The steps without a good copy here that are to be copied here again from another tier."""
         return self.damaged.keys() | self.impaired

@@ -89,7 +89,7 @@ class Commits:
         parts = self._votes.parts.get(step)
         if parts is None or step not in self._state.tiers[0].steps.held:
             return await copy_step(self._state, self._collector, step, tier)
-        was_there = step in tier.steps.damaged
+        was_there = step in tier.steps.to_mend()
         try:
             return await self.commit(step, tier, parts)
         except (Corrupt, NotFound):  # a part has left RAM, or is damaged there
@@ -114,7 +114,7 @@ class Commits:
 
     async def commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes]) -> int:
         """See `promote`; ``parts`` are what the ranks have, encoded, by rank."""
-        if step in tier.steps.held:
+        if tier.steps.has_good(step):
             return 0
         begin = time.monotonic()
         try:
@@ -130,7 +130,7 @@ class Commits:
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
-        was_there = step in tier.steps.damaged
+        was_there = step in tier.steps.to_mend()
         find = partial(in_thread, holders, parts, partial(is_verified, tier), pool=self._state.pool)
         ranks, sizes = await find()
         counted_on = set(tier.packs.sizes)
@@ -141,7 +141,7 @@ class Commits:
         await have_room(self._state, self._collector, step, tier, need)
         # Held to the end, so that no pack is collected that ranks refer to or have just written.
         async with needing(need), tier.packs.guard:
-            if step in tier.steps.held:
+            if tier.steps.has_good(step):
                 return 0
             if counted_on - tier.packs.sizes.keys():  # evicted steps had chunks of this one
                 ranks, sizes = await find()

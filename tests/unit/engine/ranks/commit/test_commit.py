@@ -101,6 +101,20 @@ async def test_a_chunk_that_left_with_the_step_that_made_room_is_written_again(p
         assert all(each.intact for each in await ranks[0].verify(3, tier="disk"))
 
 
+async def test_a_step_whose_packs_are_gone_is_written_again_from_the_memory_of_all_ranks(place: Place) -> None:
+    async with place.open(2) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        for pack in place.disk.glob("packs/*/*.pack"):
+            pack.unlink()
+        await ranks[0].collect()
+        await ranks.all(lambda store, rank: store.flush())
+        (found,) = await ranks[0].verify(1, tier="disk")
+        assert not found.problem
+    async with place.open(2, nodes=["c", "d"]) as ranks:
+        for restored in await ranks.restored():
+            assert_whole(restored, 1)
+
+
 async def test_stock_tensorstore_reads_what_many_ranks_committed(place: Place) -> None:
     async with place.open() as ranks:
         await ranks.reached(await ranks.save(1), "disk")
