@@ -157,8 +157,7 @@ async def _copy_all(
     """Copy the steps of ``records``; ``only`` these were asked for, so one that leaves the source is an error."""
     damaged = set[StepId]()
     if not only:
-        unread = (tier.steps.damaged for tier in source.state.tiers)
-        damaged = {step for each in unread for step in each.keys() - each.stale().keys()} - records.keys()
+        damaged = {step for tier in source.state.tiers for step in tier.steps.damaged.not_stale()} - records.keys()
     copied: list[Copied] = []
     corrupt = [f"{step} cannot be read: its commit is damaged" for step in sorted(damaged)]
     for step, record in sorted(records.items()):

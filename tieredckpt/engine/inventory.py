@@ -238,7 +238,7 @@ def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
         nbytes=record.nbytes,
         metrics=numbers(record.metrics),
         tiers=tuple(tier.name for tier in state.tiers if step in tier.steps.held),
-        damaged=tuple(tier.name for tier in state.every_tier if step in tier.steps.damaged),
+        damaged=tuple(tier.name for tier in state.every_tier if step in tier.steps.damaged.not_stale()),
         restored_from=record.restored_from,
         off_branch=not state.on_line(step.serial) and step in state.records(),
         ranks=record.ranks,
@@ -278,7 +278,7 @@ async def _tier(state: State, tier: Tier) -> TierInfo:
         problem="" if tier.health.error is None else str(tier.health.error),
         note=tier.health.note,
         steps=len(tier.steps.held),
-        damaged=tuple(DamagedStep(step.step, step.serial, str(why)) for step, why in sorted(damaged.items())),
+        damaged=tuple(DamagedStep(step.step, step.serial, str(damaged[step])) for step in sorted(damaged.not_stale())),
         hanging=tier.hanging,
         lossy=tier.derived,
     )

@@ -62,7 +62,7 @@ class Verifier:
         """Verify a step by its number, on one tier or on every tier that holds it, as `on`. Raises `NotFound`."""
         step = self.state.find(number, serial, damaged=number is not None)
         tiers = [self.state.tier(name)] if name is not None else list(self.state.tiers)
-        holding = [tier for tier in tiers if step in tier.steps.held or step in tier.steps.damaged]
+        holding = [tier for tier in tiers if step in tier.steps.held or step in tier.steps.damaged.not_stale()]
         if not holding:
             raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
         found = []

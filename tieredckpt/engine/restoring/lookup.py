@@ -86,7 +86,7 @@ async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] |
                 f"no tier that answers holds a step, and {', '.join(repr(tier.name) for tier in silent)} cannot be "
                 f"read ({silent[0].health.error}); to start afresh all the same, take it out of the configuration"
             )
-        damaged = {step: tier.name for tier in state.tiers for step in tier.steps.damaged}
+        damaged = {step: tier.name for tier in state.tiers for step in tier.steps.damaged.not_stale()}
         if damaged:
             raise Corrupt(
                 f"no step can be read: the commit of {max(damaged)} on tier {damaged[max(damaged)]!r}"

@@ -164,7 +164,7 @@ class State:
             Corrupt: its commit is damaged on all tiers that have it.
         """
         whole = set(self.records())
-        unreadable = {found for tier in self.tiers for found in tier.steps.damaged} - whole
+        unreadable = {found for tier in self.tiers for found in tier.steps.damaged.not_stale()} - whole
 
         def matching(among: set[StepId]) -> list[StepId]:
             return [found for found in among if step in (None, found.step) and serial in (None, found.serial)]

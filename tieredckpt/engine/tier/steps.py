@@ -167,6 +167,10 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
         """The steps that are `Stale`, and the packs of each."""
         return {step: self._own[step][1] for step, error in self.items() if isinstance(error, Stale)}
 
+    def not_stale(self) -> set[StepId]:
+        """The steps that cannot be read."""
+        return {step for step, error in self.items() if not isinstance(error, Stale)}
+
     def any_packs(self, seconds: float) -> set[str]:
         """All packs of the tier at the moment when steps with unknown packs came here, less than ``seconds`` ago.
 

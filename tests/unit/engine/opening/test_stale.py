@@ -16,7 +16,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening import stale
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import TierUnavailable
+from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted
 from tieredckpt.format.manifest import StepId, StepIndex
 
@@ -153,6 +153,17 @@ async def test_what_the_same_run_saved_after_it_is_set_apart_and_leaves_when_roo
         ]
     assert len([*(place / "a/disk/packs").glob("*/*")]) == 2
     assert len([*(place / "a/disk/steps").glob("*/manifest.ocdbt")]) == 2
+
+
+async def test_a_stale_step_is_not_told_as_damage(place: Path, faults: FaultyTiers) -> None:
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 2)
+    async with CheckpointStore.open(with_disk("a", place), read_only=True) as reader:
+        assert all(not each.problem for each in await reader.scrub())
+        assert all(not each.damaged for each in await reader.steps())
+        assert all(not each.damaged for each in await reader.tier_infos())
+        with pytest.raises(NotFound):
+            await reader.restore(3)
 
 
 async def test_what_was_saved_since_the_node_came_back_is_the_newest(place: Path, faults: FaultyTiers) -> None:
