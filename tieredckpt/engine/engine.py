@@ -34,6 +34,7 @@ from tieredckpt.engine.mode.beside_agent import BesideAgent
 from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
 from tieredckpt.engine.opening.identify import identify
 from tieredckpt.engine.opening.ram import keep_noted
+from tieredckpt.engine.opening.stale import compare_with_slower
 from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, read_again, renew_lease
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.promoting.promoter import Promoter
@@ -52,7 +53,7 @@ from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.membership import Membership, Role
 from tieredckpt.engine.state.state import DerivedState, State
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, TieredCkptError
+from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId
 from tieredckpt.tree.arrays import as_template, load_frameworks
@@ -226,10 +227,10 @@ class Engine:
             await tier.disconnect()  # its folder went away, and the slab with it
         try:
             await connect(self.state, tier)
-        except NoSpace:  # what a full device holds can be read
-            adopt_late_tier(self.state, tier)
-            raise
-        adopt_late_tier(self.state, tier)
+        finally:
+            if tier.marker is not None:  # also where the device is full: what it holds can be read
+                await compare_with_slower(self.state, tier)
+                adopt_late_tier(self.state, tier)
         if tier is self.state.tiers[0]:
             self.prepare_memory(self._snapshot)
             await self.mode.reopened()

@@ -11,7 +11,9 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.state.branch import began_after
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.step_table import on
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.steps import Stale
@@ -19,10 +21,14 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.merging import RUN
 
-__all__ = ["set_stale_apart", "stale_in_ram"]
+__all__ = ["compare_with_slower", "set_stale_apart", "stale_in_ram"]
 
 _log = logging.getLogger("tieredckpt")
+
+_Saves = Mapping[int, tuple[Tier, StepRecord]]
+"""Steps by serial, each with the tier that holds it."""
 
 
 def stale_in_ram(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
@@ -35,7 +41,7 @@ def stale_in_ram(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
     behind = False
     for record in sorted(in_ram, key=lambda record: record.id):
         if (other := theirs.get(record.serial)) is not None:
-            behind = not _same(record, other)
+            behind = not _same(record, other[1])
         if behind:
             found.add(record.id)
             _log.warning(
@@ -47,11 +53,10 @@ def stale_in_ram(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
 async def set_stale_apart(state: State) -> None:
     """Count no stale step as held, on any tier; RAM drops it, and a reader only stops listing it."""
     for tier in reversed(state.tiers[:-1]):  # the slowest first: what is stale there judges no other tier
-        if not tier.in_memory:
-            try:
-                await _set_apart(tier, _saves_of(state.tiers[tier.index + 1 :]))
-            except TierUnavailable as error:
-                state.report(tier, error)
+        try:
+            await compare_with_slower(state, tier)
+        except TierUnavailable as error:
+            state.report(tier, error)
     first = state.tiers[0]
     if (ram := first.ram) is None:
         return
@@ -67,48 +72,78 @@ async def set_stale_apart(state: State) -> None:
         await first.store.delete(index_key)
 
 
-async def _set_apart(tier: Tier, theirs: Mapping[int, StepRecord]) -> None:
-    """Set apart the steps whose serial other saves have, and those that the same runs saved after them.
+async def compare_with_slower(state: State, tier: Tier) -> None:
+    """Count no stale step as held on a tier below RAM: compare it with the slower ones.
 
-    Other steps stay: they may be of a training that came back here, and went on from what the others hold. Raises
-    `TierUnavailable` where a step cannot be read that may be stale.
+    A step is stale if a slower tier has another save of its serial. So are, of the newest steps and of those after a
+    stale one, the ones whose run gave a serial before that a slower tier has from another run. Other steps stay: they
+    may be of a training that came back here, and went on from what the others hold.
+
+    Raises `TierUnavailable` where a step cannot be read that may be stale; then what the tier holds is not known.
     """
-    runs: set[tuple[object, ...]] = set()
-    for step in sorted(tier.steps.held):
-        other = theirs.get(step.serial)
-        if other is not None and _same(tier.steps.held[step].record, other):
-            runs.clear()
-        elif other is not None or runs:
-            try:
-                run = _run((await step_index.load(tier, step)).record)
-                packs = await step_index.packs(tier, step)
-            except (Corrupt, NotFound) as error:
-                _log.info("tier %r: %s cannot be compared with other saves: %s", tier.name, step, error)
-                continue
-            if other is None and run not in runs:
-                continue
-            runs.add(run)
-            problem = Stale(
-                f"tier {tier.name!r}: {step} is another save than the step of that serial: the training has gone on "
-                f"elsewhere from an older step",
-                tier.steps.held[step].btree_key,
-                tier.steps.catalogued.stamps.get(step),
-            )
-            for key in packs:
-                tier.packs.orphans.pop(key, None)  # known to be used: no grace needed once it has left
-            tier.quarantine(step, problem)
-            _log.warning("%s; it is not restored, and leaves when newer steps are as safe", problem)
+    theirs, held = _saves_of(state.tiers[tier.index + 1 :]), tier.steps.held
+    if tier.in_memory or tier.derived or not theirs:
+        return
+    tier.steps.scanning = True
+    try:
+        for step in sorted(held, reverse=True):
+            if step.serial in theirs or not await _overtaken(tier, step, theirs):
+                break
+            await _set_apart(tier, step)
+        behind = False
+        for step in sorted(held):
+            if (other := theirs.get(step.serial)) is not None:
+                behind = not _same(held[step].record, other[1])
+            if behind and (other is not None or await _overtaken(tier, step, theirs)):
+                await _set_apart(tier, step)
+    except TierUnavailable:
+        tier.clear()
+        tier.marker = None  # it is scanned again
+        raise
+    finally:
+        tier.steps.scanning = False
 
 
-def _saves_of(tiers: Sequence[Tier]) -> dict[int, StepRecord]:
+async def _overtaken(tier: Tier, step: StepId, theirs: _Saves) -> bool:
+    """Whether the run that saved a step had given a serial before that ``theirs`` has from another run."""
+    try:
+        record = (await step_index.load(tier, step)).record
+    except (Corrupt, NotFound) as error:
+        _log.info("tier %r: %s cannot be compared with other saves: %s", tier.name, step, error)
+        return False
+    begin, run = began_after(record), record.provenance.get(RUN)
+    before = max((each for each in theirs if begin < each < step.serial and on(record.line, each)), default=None)
+    if before is None or run is None:
+        return False
+    slower, other = theirs[before]
+    try:
+        return (await step_index.load(slower, other.id)).record.provenance.get(RUN) != run
+    except (Corrupt, NotFound, TierUnavailable) as error:
+        _log.info("tier %r: %s cannot be compared with %s: %s", tier.name, step, other.id, error)
+        return False
+
+
+async def _set_apart(tier: Tier, step: StepId) -> None:
+    try:
+        packs = await step_index.packs(tier, step)
+    except (Corrupt, NotFound) as error:
+        tier.quarantine(step, error)
+        return
+    problem = Stale(
+        f"tier {tier.name!r}: {step} is stale: the training has gone on elsewhere from an older step",
+        tier.steps.held[step].btree_key,
+        tier.steps.catalogued.stamps.get(step),
+    )
+    for key in packs:
+        tier.packs.orphans.pop(key, None)  # known to be used: no grace needed once it has left
+    tier.quarantine(step, problem)
+    _log.warning("%s; it is not restored, and leaves when newer steps are as safe", problem)
+
+
+def _saves_of(tiers: Sequence[Tier]) -> dict[int, tuple[Tier, StepRecord]]:
     """The steps of tiers by serial; of two saves that of the slower tier."""
-    return {step.serial: held.record for tier in tiers for step, held in tier.steps.held.items()}
+    return {step.serial: (tier, held.record) for tier in tiers for step, held in tier.steps.held.items()}
 
 
 def _same(record: StepRecord, other: StepRecord) -> bool:
     return record.id == other.id and record.saved_at == other.saved_at
-
-
-def _run(record: StepRecord) -> tuple[object, ...]:
-    """Identifies the process that saved a step, and what it had restored."""
-    return record.provenance.get("host"), record.provenance.get("process"), record.restored_from

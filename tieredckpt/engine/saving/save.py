@@ -36,7 +36,7 @@ from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.saving.snapshot import NO_SMALL, Located, Snapshot
 from tieredckpt.engine.saving.spill import Refused, attributed, stream, usable_ram
-from tieredckpt.engine.state.branch import RESTORED_LOSSY, Continued, Origin
+from tieredckpt.engine.state.branch import BEGAN_AFTER, RESTORED_LOSSY, Continued, Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.packs import WrittenPacks
@@ -321,7 +321,8 @@ class Writer:
                     max(0.0, time.time() - state.observation.observed.started_at),
                     state.observation.observed.stalled_seconds,
                 ),
-                **({RUN: state.membership.run} if state.membership.run else {}),
+                RUN: state.membership.run,
+                BEGAN_AFTER: str(state.branch.adopted if continued.restored_from is None else continued.restored_from),
                 **({RESTORED_LOSSY: continued.lossy} if continued.lossy else {}),
             },
             policy=self._policies,

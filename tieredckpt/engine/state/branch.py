@@ -6,15 +6,26 @@ called before it and by what became of the saves before it; the branch changes w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from tieredckpt.engine.state.step_table import Line, on
 from tieredckpt.format.manifest import StepId, StepRecord
 
-__all__ = ["RESTORED_LOSSY", "Branch", "Continued", "Origin"]
+__all__ = ["BEGAN_AFTER", "RESTORED_LOSSY", "Branch", "Continued", "Origin", "began_after"]
 
 RESTORED_LOSSY = "restored_lossy"
 """In the provenance of a step: the lossy copy that its state goes back to."""
+BEGAN_AFTER = "began_after"
+"""In the provenance of a step: the serial after which all saves of its branch are of the run that saved it."""
+
+
+def began_after(record: StepRecord) -> float:
+    """The serial after which all saves of a step's branch are of its run; infinite if the step does not say."""
+    try:
+        return int(record.provenance[BEGAN_AFTER])
+    except (KeyError, ValueError):
+        return math.inf
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +86,8 @@ class Branch:
     newest: StepId | None = None
     restored_from: int | None = None
     """Serial of the step at which the branch was continued last after a restore."""
+    adopted: int = 0
+    """Serial of the step from which this process continued the branch before any restore."""
     origin: Origin | None = None
     lossy: str = ""
     """The lossy copy that the branch goes back to; empty where there is none."""
@@ -93,6 +106,7 @@ class Branch:
     def adopt(self, line: Line, newest: StepId | None, lossy: str = "") -> None:
         """Continue what was found, as after a restart; ``lossy`` as the attribute."""
         self.line, self.newest, self.restored_from, self.lossy = line, newest, None, lossy
+        self.adopted = 0 if newest is None else newest.serial
 
     def note(self, step: StepId, record: StepRecord, *, named: bool, resume: bool, lossy: str = "") -> None:
         """Note what was restored to train on; the next save decides what becomes of it."""

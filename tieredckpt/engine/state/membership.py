@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -42,8 +43,8 @@ class Membership:
     local_ranks: tuple[int, ...] = (0,)
     """The ranks of this machine, this one included."""
     role: Role = Role.WHOLE
-    run: str = ""
-    """Random name of what several ranks save from opening to closing; empty in a process alone."""
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Random name of what this process, or all ranks together, save from opening to closing."""
     streamed: dict[StepId, Streamed] = field(default_factory=dict)
     """This rank's parts of steps that RAM could not hold, until they are committed."""
     failing: frozenset[str] = frozenset()

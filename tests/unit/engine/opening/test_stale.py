@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from reliability.tiers import FaultyTiers
+from reliability.tiers import FaultyTiers, tried_again_soon
 from support.cohort import assert_whole, cohort
 from support.scenes import CHUNK, Heard, assert_restored, config, crash, folder, ram
 
@@ -17,7 +18,7 @@ from tieredckpt.engine.opening import stale
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NotFound, TierUnavailable
-from tieredckpt.events import StepPromoted
+from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId, StepIndex
 
 
@@ -155,6 +156,18 @@ async def test_what_the_same_run_saved_after_it_is_set_apart_and_leaves_when_roo
     assert len([*(place / "a/disk/steps").glob("*/manifest.ocdbt")]) == 2
 
 
+async def test_what_the_same_run_saved_after_it_stays_away_when_that_step_is_there_anew(
+    place: Path, faults: FaultyTiers
+) -> None:
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 2)
+    for _ in range(2):
+        async with CheckpointStore.open(with_disk("a", place)) as store:
+            assert_restored(await store.restore(), state(2))
+            await store.flush()
+            assert [(info.step, info.tiers) for info in await store.steps()][1:] == [(2, ("own", "disk"))]
+
+
 async def test_a_stale_step_is_not_told_as_damage(place: Path, faults: FaultyTiers) -> None:
     await left_on_a_disk(place, faults)
     await go_on_at_b(place, 2)
@@ -164,6 +177,32 @@ async def test_a_stale_step_is_not_told_as_damage(place: Path, faults: FaultyTie
         assert all(not each.damaged for each in await reader.tier_infos())
         with pytest.raises(NotFound):
             await reader.restore(3)
+
+
+async def test_later_steps_than_the_others_have_are_set_apart_where_none_before_them_is_left(
+    place: Path, faults: FaultyTiers
+) -> None:
+    await left_on_a_disk(place, faults)
+    shutil.rmtree(place / "a/disk/steps/0000000002-000002")  # not retained
+    shutil.rmtree(place / "a/ram")  # rebooted
+    await go_on_at_b(place, 2)
+    async with CheckpointStore.open(with_disk("a", place)) as store:
+        assert_restored(await store.restore(), state(2))
+
+
+async def test_what_was_saved_since_is_the_newest_also_where_nothing_was_restored(
+    place: Path, faults: FaultyTiers
+) -> None:
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 5)
+    store = await CheckpointStore.open(with_disk("a", place))
+    held = faults["disk"].hold("put", key="packs/*", times=None)
+    await (await store.save(6, state(6))).reached("own")
+    await crash(store)
+    held.release()
+    shutil.rmtree(place / "a/ram")
+    async with CheckpointStore.open(with_disk("a", place)) as store:
+        assert_restored(await store.restore(), state(6))
 
 
 async def test_what_was_saved_since_the_node_came_back_is_the_newest(place: Path, faults: FaultyTiers) -> None:
@@ -195,9 +234,35 @@ async def test_a_disk_that_fails_while_its_steps_are_compared_does_not_stop_the_
         return await load(tier, step)
 
     monkeypatch.setattr(stale.step_index, "load", fails)
-    async with CheckpointStore.open(with_disk("a", place)) as store:
-        monkeypatch.undo()
-        assert_restored(await store.restore(2, resume=False), state(2))
+    with tried_again_soon():
+        async with CheckpointStore.open(with_disk("a", place)) as store:
+            heard = Heard(store)
+            monkeypatch.undo()
+            assert_restored(await store.restore(2, resume=False), state(2))
+            await heard.first(TierRecovered)
+            assert_restored(await store.restore(2, resume=False), state(2))
+
+
+@pytest.mark.parametrize("mounted_late", [False, True])
+async def test_a_disk_that_is_opened_again_brings_nothing_back_either(
+    place: Path, faults: FaultyTiers, mounted_late: bool
+) -> None:
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 2)
+    if mounted_late:
+        faults.refuse("own")
+    with tried_again_soon():
+        async with CheckpointStore.open(with_disk("a", place)) as store:
+            heard = Heard(store)
+            if not mounted_late:
+                faults.kill("own")
+                await store.save(4, state(4))
+                await heard.first(TierFailed)
+            faults.revive("own") if not mounted_late else faults.allow("own")
+            await heard.first(TierRecovered)
+            assert_restored(await store.restore(2, resume=False), state(2))
+            with pytest.raises(NotFound):
+                await store.restore(3, resume=False)
 
 
 async def test_of_several_ranks_too_what_was_left_behind_is_dropped(shared_memory: Path, faults: FaultyTiers) -> None:
