@@ -41,7 +41,7 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     whether the step will be due when the promotions under way have ended.
     """
     gone = step in tier.steps.tombstones or step in tier.steps.deletions
-    mended = step in tier.steps.to_mend()
+    mended = not tier.in_memory and step in tier.steps.to_mend()
     if (step in tier.steps.held and not mended) or gone or not state.on_line(step.serial):
         return False
     others = state.tiers if mended else state.tiers[: tier.index]  # from wherever it is

@@ -76,7 +76,7 @@ class Promoter:
         With ``at_rest``: the one that will be due when what is under way has ended.
         """
         state = self._state
-        if self.tier.index == 0:
+        if self.tier.in_memory:
             return None
         view = state.view(at_rest=at_rest)
         waiting = {*state.waiting(self.tier), *self.tier.steps.to_mend()} - self.stuck.keys()

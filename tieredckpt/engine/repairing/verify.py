@@ -109,6 +109,7 @@ class Verifier:
             except TieredCkptError as error:
                 return await self._with_another_index(step, tier, nbytes, error, remembered)
         if not damage:
+            tier.steps.impaired.discard(step)
             return Verified(step, tier.name, nbytes, (), False, "")
         repairs = self.repairs(tier)
         unrepaired = await repair_chunks(self.state, self.collector, step, damage) if repairs else []

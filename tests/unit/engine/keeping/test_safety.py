@@ -349,6 +349,33 @@ async def test_a_copy_whose_packs_are_gone_is_made_good_from_another_tier(shared
         await store.evict(1, "ram")
 
 
+async def test_the_first_of_two_folders_gets_what_it_lacks_from_the_other(tmp_path: Path) -> None:
+    tiers = {"near": folder(tmp_path / "near"), "far": folder(tmp_path / "far")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+        delete_packs(tmp_path / "near")
+        await store.collect()
+        await store.flush()
+        assert all(not each.problem for each in await store.verify(1))
+
+
+async def test_a_copy_that_is_found_whole_again_is_a_good_copy(shared_memory: Path, tmp_path: Path) -> None:
+    where = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
+    async with CheckpointStore.open(where) as store:
+        for step in (1, 2):
+            await store.save(step, tree(step))
+            await store.flush()
+            await store.evict(step, "ram")
+        (tmp_path / "disk/packs").rename(tmp_path / "disk/away")
+        await store.collect()
+        (tmp_path / "disk/away").rename(tmp_path / "disk/packs")
+        with pytest.raises(Conflict, match="last good copy"):
+            await store.evict(1, "disk")
+        await store.verify(2)
+        await store.evict(1, "disk")
+
+
 async def test_the_step_before_one_that_lacks_packs_on_all_tiers_is_not_deleted(
     shared_memory: Path, tmp_path: Path
 ) -> None:

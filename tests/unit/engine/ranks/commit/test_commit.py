@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from support.cohort import DEADLINE, RanksPlace, assert_whole, common, part, whole
-from support.insight import tier_of
+from support.insight import flip_chunk, index_of, tier_of
 from support.limits import limit
 from support.scenes import SOON, config, files_under, folder, pack_bytes, ram
 
@@ -113,6 +113,19 @@ async def test_a_step_whose_packs_are_gone_is_written_again_from_the_memory_of_a
     async with place.open(2, nodes=["c", "d"]) as ranks:
         for restored in await ranks.restored():
             assert_whole(restored, 1)
+
+
+async def test_no_rank_waits_for_memory_to_get_a_chunk_that_could_not_be_repaired_there(place: Place) -> None:
+    async with place.open(2) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        disk = ranks.faulty(1)
+        disk.kill(TierUnavailable("by script"))
+        await flip_chunk(ranks[1], "ram", 1, next(iter(await index_of(ranks[1], "ram", 1))))
+        (found,) = await ranks[1].verify(1, "ram", repair=True)
+        assert not found.intact
+        disk.revive()
+        ranks.let_wait(DEADLINE)
+        await ranks[1].flush()
 
 
 async def test_stock_tensorstore_reads_what_many_ranks_committed(place: Place) -> None:
