@@ -54,12 +54,14 @@ async def compare_packs(tier: Tier) -> None:
 
 async def note_impaired(tier: Tier, used: Mapping[StepId, frozenset[str]]) -> None:
     """Mark held steps whose packs are gone as impaired: no good copies. Raises as the tier's store does."""
-    for step, packs in used.items():
-        for key in () if step in tier.steps.impaired else packs - tier.packs.sizes.keys():
-            if await _is_lost(tier, key) and step in tier.steps.held:
-                _log.error("tier %r: %s is no good copy there any more, for pack %s is gone", tier.name, step, key)
-                tier.steps.impaired.add(step)
-                break
+    known = tier.packs.sizes.keys()
+    unknown = frozenset().union(*(packs for step, packs in used.items() if step not in tier.steps.impaired)) - known
+    lost = {key for key in unknown if await _is_lost(tier, key)}
+    if lost and (found := [step for step, packs in used.items() if packs & lost and step in tier.steps.held]):
+        _log.error(
+            "tier %r: packs of %d steps are gone, such as %s; they are no good copies", tier.name, len(found), found[0]
+        )
+        tier.steps.impaired.update(found)
 
 
 async def _is_lost(tier: Tier, key: str) -> bool:

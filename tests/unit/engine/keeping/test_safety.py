@@ -360,6 +360,18 @@ async def test_the_first_of_two_folders_gets_what_it_lacks_from_the_other(tmp_pa
         assert all(not each.problem for each in await store.verify(1))
 
 
+async def test_a_pack_that_many_steps_use_is_asked_for_no_more_often_when_it_is_gone(
+    tmp_path: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk", retain="all")})) as store:
+        for step in range(20):
+            await store.save(step, tree(1))
+        delete_packs(tmp_path / "disk")
+        before = len(faults["disk"].calls)
+        await store.collect()
+        assert [call.verb for call in faults["disk"].calls[before:]].count("stat") < 20
+
+
 async def test_a_copy_that_is_found_whole_again_is_a_good_copy(shared_memory: Path, tmp_path: Path) -> None:
     where = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
     async with CheckpointStore.open(where) as store:
