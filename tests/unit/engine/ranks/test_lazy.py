@@ -95,9 +95,10 @@ async def test_a_restore_of_ranks_waits_for_no_save_behind_the_training(
 ) -> None:
     """Promise 5: the others wait for its call a limited time."""
     jnp = pytest.importorskip("jax.numpy")
+    may_begin = hold_saves(monkeypatch)  # an open store would not notice
+    may_begin.set()
     async with cohort(2, shared_memory, tmp_path / "disk") as ranks, asyncio.timeout(SOON):
         await ranks.reached(await ranks.all(lambda store, rank: store.save(1, {"w": jnp.ones(3)})), "disk")
-        may_begin = hold_saves(monkeypatch)
         may_begin.clear()
         behind = await ranks.all(lambda store, rank: store.save(2, {"w": jnp.ones(3)}, capture="reference"))
         assert [restored.step for restored in await ranks.restored(resume=False) if restored is not None] == [1, 1]
