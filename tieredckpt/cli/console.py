@@ -10,14 +10,22 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -152,14 +160,8 @@ def bar(what: str, whole: float) -> Iterator[Callable[[float], None]]:
 
     Yields a function to report each finished part of ``whole``, such as bytes, from any thread.
     """
-    console = errors()
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    text = TextColumn("{task.description}", markup=False)
+    with _on_terminal(text, BarColumn(), TaskProgressColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task(printable(what), total=max(whole, 1))
         yield lambda part: progress.advance(task, part)
 
@@ -167,8 +169,14 @@ def bar(what: str, whole: float) -> Iterator[Callable[[float], None]]:
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """A sign of life on a terminal, for work whose extent is not known."""
-    console = errors()
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _on_terminal(SpinnerColumn(), TextColumn("{task.description}", markup=False)) as progress:
         progress.add_task(printable(what), total=None)
         yield
+
+
+@contextmanager
+def _on_terminal(*columns: ProgressColumn) -> Iterator[Progress]:
+    console = errors()
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with nullcontext() if progress.disable else progress:  # rich before 14.3 ends a line that nothing began
+        yield progress
