@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ from tieredckpt.testing.faulty import Faulty, Hold
 T = TypeVar("T")
 
 DOWN = TierUnavailable("no answer")
+
+retrying = partial(Retrying, wait_initial=0.0, wait_jitter=0.0)
 
 
 @pytest.fixture
@@ -57,13 +60,8 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 
 class TestRetrying:
-    @pytest.fixture(autouse=True)
-    def _without_waits(self) -> Iterator[None]:
-        with stamina.set_testing(True, attempts=4, cap=True):
-            yield
-
     async def test_what_fails_for_a_while_succeeds(self, faulty: Faulty) -> None:
-        store = Retrying(faulty)
+        store = retrying(faulty)
         into = bytearray(3)
         faulty.fail("*", DOWN, times=2)
         await store.put("key", [b"a", b"bc"])
@@ -81,23 +79,23 @@ class TestRetrying:
     async def test_attempts_are_counted(self, faulty: Faulty) -> None:
         faulty.kill()
         with pytest.raises(TierUnavailable):
-            await Retrying(faulty, attempts=3).stat("key")
+            await retrying(faulty, attempts=3).stat("key")
         assert [call.verb for call in faulty.calls] == ["stat"] * 3
 
     async def test_what_nothing_but_time_helps_is_not_repeated(self, faulty: Faulty) -> None:
         faulty.fail("stat", Unanswered("a server is silent"), times=None)
         with pytest.raises(Unanswered):
-            await Retrying(faulty).stat("key")
+            await retrying(faulty).stat("key")
         assert len(faulty.calls) == 1
 
     async def test_what_was_closed_is_a_tier_that_does_not_answer(self, faulty: Faulty) -> None:
         await faulty.close()
         with pytest.raises(TierUnavailable, match="was closed, to be opened anew"):
-            await Retrying(faulty).stat("key")
+            await retrying(faulty).stat("key")
         assert len(faulty.calls) == 1
 
     async def test_of_what_was_cut_by_its_deadline_a_put_alone_is_repeated(self, faulty: Faulty) -> None:
-        store = Retrying(faulty)
+        store = retrying(faulty)
         await faulty.put("key", [b"x"])
         faulty.fail("*", Overdue("no answer at its deadline"), times=None)
         for call in (
@@ -120,7 +118,7 @@ class TestRetrying:
     async def test_a_store_does_not_respond_from_an_attempt_that_fails_to_one_that_does_not(
         self, faulty: Faulty
     ) -> None:
-        store = Metered(Retrying(faulty))
+        store = Metered(retrying(faulty))
         assert store.responsive
         await store.put("key", [b"x"])
         faulty.fail("stat", DOWN)
@@ -134,7 +132,7 @@ class TestRetrying:
     async def test_a_store_responds_though_a_verb_was_cancelled_after_an_attempt_that_failed(
         self, faulty: Faulty
     ) -> None:
-        store = Retrying(faulty)
+        store = retrying(faulty)
         faulty.fail("stat", DOWN)
         second = faulty.hold("stat", nth=2)
         asking = await begun(store.stat("key"), second)
@@ -142,7 +140,7 @@ class TestRetrying:
         assert store.responsive
 
     async def test_a_cancelled_verb_does_not_speak_for_others(self, faulty: Faulty) -> None:
-        store = Retrying(faulty)
+        store = retrying(faulty)
         faulty.fail("*", DOWN, times=2)
         held = [faulty.hold(verb, nth=2) for verb in ("stat", "delete")]
         stat, delete = asyncio.ensure_future(store.stat("key")), asyncio.ensure_future(store.delete("key"))
@@ -157,7 +155,7 @@ class TestRetrying:
     async def test_a_verb_that_was_cut_by_its_deadline_is_lost_though_it_is_cancelled_later(
         self, faulty: Faulty
     ) -> None:
-        store = Retrying(faulty)
+        store = retrying(faulty)
         faulty.fail("put", Overdue("no answer at its deadline"))
         second = faulty.hold("put", nth=2)
         putting = await begun(store.put("key", [b"x"]), second)
@@ -169,7 +167,7 @@ class TestRetrying:
     @pytest.mark.parametrize("error", [NotFound, Corrupt, NoSpace, Conflict, Invalid])
     async def test_an_answer_is_not_asked_for_again(self, faulty: Faulty, error: type[TieredCkptError]) -> None:
         faulty.fail("*", error("the answer"), times=None)
-        store = Retrying(faulty)
+        store = retrying(faulty)
         for call in (store.stat("a"), store.put("a", [b"x"]), store.get("a", limit=1), store.delete("a")):
             with pytest.raises(error, match="the answer"):
                 await call
@@ -177,7 +175,7 @@ class TestRetrying:
 
     async def test_a_create_whose_answer_was_lost_is_no_conflict(self, faulty: Faulty) -> None:
         faulty.fail("put", DOWN, after=True)
-        await Retrying(faulty).put("key", [b"mi", bytearray(b"ne")], create_only=True)
+        await retrying(faulty).put("key", [b"mi", bytearray(b"ne")], create_only=True)
         assert await faulty.get("key", limit=9) == b"mine"
 
     @pytest.mark.parametrize("theirs", [b"them", b"min", b"mine!", b""])
@@ -185,9 +183,9 @@ class TestRetrying:
         await faulty.inner.put("key", [theirs])
         faulty.fail("put", DOWN)
         with pytest.raises(Conflict):
-            await Retrying(faulty).put("key", [b"mi", b"ne"], create_only=True)
+            await retrying(faulty).put("key", [b"mi", b"ne"], create_only=True)
         with pytest.raises(Conflict):
-            await Retrying(faulty).put("key", [theirs], create_only=True)
+            await retrying(faulty).put("key", [theirs], create_only=True)
         assert await faulty.get("key", limit=9) == theirs
 
     async def test_a_listing_that_broke_off_is_whole_and_without_repeats(self, faulty: Faulty) -> None:
@@ -195,7 +193,7 @@ class TestRetrying:
             await faulty.put(str(number), [b"x"])
         faulty.fail("list", DOWN, nth=3)
         faulty.fail("list", DOWN, nth=8)
-        assert await listed(Retrying(faulty)) == {str(number): 1 for number in range(5)}
+        assert await listed(retrying(faulty)) == {str(number): 1 for number in range(5)}
 
     async def test_what_is_repeated_is_told_with_its_cause_and_without_its_parts(
         self, faulty: Faulty, caplog: pytest.LogCaptureFixture
@@ -205,7 +203,7 @@ class TestRetrying:
         try:
             faulty.fail("put", DOWN)
             with caplog.at_level(logging.DEBUG):
-                await Retrying(faulty).put("key", [b"gigabytes"])
+                await retrying(faulty).put("key", [b"gigabytes"])
         finally:
             stamina.instrumentation.set_on_retry_hooks(None)
         (record,) = [each for each in caplog.records if each.name in ("tieredckpt", "stamina")]
@@ -413,18 +411,19 @@ class TestLimited:
             Limited(faulty, operations=operations, nbytes=nbytes)
 
     @settings(max_examples=40)
-    @given(st.data())
-    def test_however_verbs_end_all_room_comes_back(self, data: st.DataObject) -> None:
+    @given(
+        st.lists(st.integers(0, 150), min_size=1, max_size=10), st.lists(st.tuples(st.integers(0, 9), st.booleans()))
+    )
+    def test_however_verbs_end_all_room_comes_back(self, sizes: list[int], cancelled: list[tuple[int, bool]]) -> None:
         async def run() -> None:
             faulty = Faulty(await KvStoreBlobs.open("memory://"))
             limited = Limited(faulty, operations=3, nbytes=100)
             faulty.fail("put", DOWN, key="[0-4]", times=None)
             held = faulty.hold("put", key="[5-9]", times=None)
-            sizes = data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=10))
             tasks = await self.begin(limited, sizes)
-            for number in data.draw(st.lists(st.integers(0, len(sizes) - 1))):
-                tasks[number].cancel()
-                if data.draw(st.booleans()):
+            for number, wait in cancelled:
+                tasks[number % len(sizes)].cancel()
+                if wait:
                     await turns(3)
             held.release()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -96,7 +96,7 @@ async def test_closing_waits_for_no_server(chfs: Any, stores: Callable[..., Chfs
     await asyncio.gather(*looking, return_exceptions=True)
 
 
-@pytest.mark.parametrize(("before", "after"), [(SMALL, LARGE), (LARGE, SMALL)])
+@pytest.mark.parametrize(("before", "after"), [(SMALL, LARGE), (LARGE, SMALL)], ids=["larger", "smaller"])
 async def test_what_another_process_has_replaced_is_read_as_it_is_now(
     store: ChfsStore, stores: Callable[..., ChfsStore], before: bytes, after: bytes
 ) -> None:
