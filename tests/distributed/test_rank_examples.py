@@ -44,19 +44,20 @@ def run(folder: Path, *commands: Sequence[str]) -> list[str]:
 
 
 def test_torchrun(tmp_path: Path) -> None:
+    """By the last line: with PyTorch 2.10 Gloo prints before who is connected."""
     need("torch")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     example = str(EXAMPLES / "ranks_torchrun.py")
-    assert run(tmp_path, [*torchrun, "3", example]) == ["3 ranks trained steps 1 to 10, saved on ram, disk"]
-    assert run(tmp_path, [*torchrun, "2", example]) == ["2 ranks trained steps 11 to 20, saved on ram, disk"]
+    assert run(tmp_path, [*torchrun, "3", example])[-1:] == ["3 ranks trained steps 1 to 10, saved on ram, disk"]
+    assert run(tmp_path, [*torchrun, "2", example])[-1:] == ["2 ranks trained steps 11 to 20, saved on ram, disk"]
 
 
 def test_dcp_of_two_processes_goes_on_from_one(tmp_path: Path) -> None:
     need("torch")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     example = str(EXAMPLES / "dcp_loop.py")
-    assert run(tmp_path, [sys.executable, example]) == ["trained to step 10"]
-    assert run(tmp_path, [*torchrun, example]) == ["trained to step 20"] * 2
+    assert run(tmp_path, [sys.executable, example])[-1:] == ["trained to step 10"]
+    assert run(tmp_path, [*torchrun, example])[-2:] == ["trained to step 20"] * 2
 
 
 def test_mpiexec(tmp_path: Path) -> None:
