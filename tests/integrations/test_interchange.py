@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from support.interchange import save
 from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, _registry
 from tieredckpt.config.formats import GROUP
 from tieredckpt.interchange import export_step, import_step, read_checkpoint
+from tieredckpt.interchange.formats import find
 
 torch = require("torch")
 safetensors_torch = require("safetensors.torch")
@@ -220,6 +222,19 @@ def test_what_cannot_be_is_refused_with_what_to_do(
     assert result.exit_code == 1
     assert told in result.stderr
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_what_is_not_installed_hides_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch, a forgotten scheme was told to need it."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in ("dcp", "torch_files"):
+        monkeypatch.delitem(sys.modules, f"tieredckpt.interchange.{name}", raising=False)
+    with pytest.raises(Invalid, match="write SCHEME:PATH with a SCHEME of npy, npz, orbax, safetensors"):
+        find("w.safetensors", "write")
+    with pytest.raises(Invalid, match=r"npz is not a format to import; take orbax, safetensors$"):
+        find("npz:w", "read")
+    with pytest.raises(Invalid, match="dcp: needs torch, which is not installed: pip install torch"):
+        find("dcp:w", "read")
 
 
 def test_names_begin_below_the_part(store: Path, tmp_path: Path) -> None:

@@ -56,7 +56,15 @@ def _has(found: Format, use: Literal["read", "write"]) -> bool:
 
 
 def _schemes(use: Literal["read", "write"]) -> str:
-    return ", ".join(scheme for scheme in formats() if _has(format_named(scheme), use))
+    return ", ".join(scheme for scheme in formats() if _may(scheme, use))
+
+
+def _may(scheme: str, use: Literal["read", "write"]) -> bool:
+    """Whether a format has that use, and all that it needs is installed."""
+    try:
+        return _has(format_named(scheme), use)
+    except Invalid:
+        return False
 
 
 def _check_suffix(scheme: str, format_: Format, text: str) -> None:
