@@ -35,9 +35,9 @@ def why_not(state: State, step: StepId, tier: Tier) -> str:
     A copy may go only if afterwards a tier that answers and survives at least as much still holds this step, or a
     newer one of the branch, which a restore would rather take. So the newest step on a durable tier stays until a
     newer one is committed there, not merely until one lies in RAM; steps off the branch stay until a save that came
-    after them is as safe; and a copy that is being deleted, or lacks chunks, counts no more. For an agent RAM never
-    counts, though it survives as much as some tiers do: the trainer lets a step leave it at any time, for the agent's
-    tiers have it.
+    after them is as safe; and a copy that is being deleted, or lacks chunks, counts no more. A copy that lacks chunks
+    may itself go where any good step of the branch is as safe. For an agent RAM never counts, though it survives as
+    much as some tiers do: the trainer lets a step leave it at any time, for the agent's tiers have it.
     """
     if tier.steps.pins.get(step):
         return f"{step} is being read from tier {tier.name!r}"
@@ -58,7 +58,8 @@ def _is_covered(state: State, step: StepId, tier: Tier, without: Collection[Step
             continue
         not_good = other.steps.leaving | other.steps.impaired | state.deleting
         for held in reversed(other.steps.held):  # as a rule the newest is the last, and settles it
-            better = held.serial > step.serial and state.on_line(held.serial)
+            newer = held.serial > step.serial or step in tier.steps.impaired  # which keeps no room from a good copy
+            better = newer and state.on_line(held.serial)
             other_copy = held == step and other is not tier
             if (better or other_copy) and held not in not_good and held not in without:
                 return True

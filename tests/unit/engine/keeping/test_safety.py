@@ -410,3 +410,24 @@ async def test_the_step_before_one_that_lacks_packs_on_all_tiers_is_not_deleted(
         await store.save(3, tree(3))
         await store.flush()
         await store.evict(1, "disk")
+
+
+async def test_a_step_that_lacks_packs_on_all_tiers_makes_room_for_a_newer_one(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    """Else a tier full of it and of the last good step would never hold another."""
+    nbytes = sum(array.nbytes for array in tree()["params"].values())
+    disk = folder(tmp_path / "disk", retain="all", capacity=3 * nbytes)
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+        before = {*(tmp_path / "disk/packs").glob("*/*.pack")}
+        await store.save(2, tree(2))
+        await store.flush()
+        for step in (1, 2):
+            await store.evict(step, "ram")
+        for pack in {*(tmp_path / "disk/packs").glob("*/*.pack")} - before:
+            pack.write_bytes(bytes(pack.stat().st_size))
+        await store.verify(2, repair=True)
+        await (await store.save(3, tree(3))).reached("disk")
+        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [1, 3]
