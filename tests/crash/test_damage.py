@@ -538,7 +538,8 @@ async def test_a_damaged_step_that_is_evicted_while_it_is_read_again_does_not_co
 
     async def leave(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
         index = await read_index(tier, step)
-        await commit_file.retract(tier, step)
+        if tier.name == "disk":
+            await commit_file.retract(tier, step)
         return index
 
     async with opened(place, "disk", "far") as store:
