@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, mo
 from tieredckpt._redact import redacted
 from tieredckpt.config.formats import format_named
 from tieredckpt.config.kinds import by_name, kind_of_url
-from tieredckpt.config.tiers import Name, PosixTier, TierConfig, expand, substitute, url_scheme
+from tieredckpt.config.tiers import Name, PosixTier, TierConfig, absolute, expand, substitute, url_scheme
 from tieredckpt.errors import Invalid
 from tieredckpt.policy.base import AnyPromotion, AnyRetention, Promotion, Retention, parse
 from tieredckpt.settings import Problem, Settings, problems, refusal
@@ -24,14 +24,14 @@ __all__ = ["ExportConfig", "Exports", "place_of"]
 def _to(value: object, info: ValidationInfo) -> str:
     """An absolute path, or a URL as it is; of text, after ``~`` and ``$NAME``."""
     if isinstance(value, Path):
-        return str(Path.cwd() / value)
+        return str(absolute(Path.cwd(), value))
     if not isinstance(value, str):
         raise Invalid(f"should be a folder or a URL such as 's3://bucket/exports', not {redacted(value)!r}")
     text = substitute(value)
     if url_scheme(text) is not None:
         return text.rstrip("/")
     folder = info.context["folder"] if info.context else Path.cwd()
-    return str(Path(folder, expand(value)))
+    return str(absolute(folder, expand(value)))
 
 
 def _keep(value: object) -> object:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import string
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -34,6 +35,7 @@ __all__ = [
     "RamTier",
     "Threads",
     "TierConfig",
+    "absolute",
     "expand",
     "normal",
     "refuse_url",
@@ -48,8 +50,21 @@ def _path(value: object, info: ValidationInfo) -> Path:
         value = expand(value)
     elif not isinstance(value, Path):
         raise Invalid(f"should be a path, not {value!r}")
-    folder = info.context["folder"] if info.context else Path.cwd()
-    return Path(folder, value)
+    return absolute(info.context["folder"] if info.context else Path.cwd(), value)
+
+
+def absolute(folder: Path, path: Path) -> Path:
+    """A path, which starts at ``folder`` if it is relative; raises `Invalid` where file names cannot be so here."""
+    found = Path(folder, path)
+    try:
+        os.fsencode(found)
+    except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
+        raise Invalid(
+            f"{str(found)!r} has characters that file names of this process have not, which are {encoding}; set "
+            "PYTHONUTF8=1, or name another path"
+        ) from error
+    return found
 
 
 def expand(text: str) -> Path:

@@ -294,6 +294,10 @@ policies = [
         (disk(capacity="1 MiB"), r"tiers\.disk\.capacity: 1 MiB cannot hold one chunk of 16 MiB; raise it"),
         (disk(path=""), r"tiers\.disk\.path: '' is not a path"),
         (disk(path="/a\0b"), r"tiers\.disk\.path: .* is not a path"),
+        (
+            disk(path="/a\ud800"),
+            r"tiers\.disk\.path: '/a\\ud800' has characters that file names",
+        ),
         (disk(path="/a$"), r"tiers\.disk\.path: .*write '\$\$'"),
         (disk(path=3), r"tiers\.disk\.path: should be a path"),
         (disk(name="other"), r"tiers\.disk\.name: its table is called disk"),

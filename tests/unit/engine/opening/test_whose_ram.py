@@ -139,6 +139,13 @@ async def test_a_folder_that_was_moved_finds_its_ram_again(place: Place) -> None
     assert [noted.location for noted in found.owner.places] == [str(place.base / "q")]
 
 
+async def test_a_folder_whose_name_is_no_text_finds_its_ram_again(place: Place) -> None:
+    """The store could not be opened: what RAM notes of its tiers is JSON."""
+    name = os.fsdecode(b"\xff")
+    await place.killed(name, 1, 2)
+    assert await place.newest(name) == 2
+
+
 async def test_a_folder_that_was_moved_to_another_file_system_finds_its_ram_again(place: Place) -> None:
     await place.killed("p", 1)
     (place.base / "q").mkdir()
