@@ -212,7 +212,11 @@ async def test_where_evictions_free_no_room_the_history_stays(
                     await checkpoint.reached("disk")
         before = len(heard.of(TierFailed))
         if mode == "lease":
-            store._life.engine.state.report(tier_of(store, "disk"), full)
+
+            async def fail() -> None:
+                store._life.engine.state.report(tier_of(store, "disk"), full)
+
+            await store._life.loop.call(fail())
         if mode != "past RAM":  # it is tried again and again
             await heard.first(TierFailed, lambda _: len(heard.of(TierFailed)) >= before + 4)
         held = [info.step for info in await store.steps() if "disk" in info.tiers]
