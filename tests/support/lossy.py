@@ -40,4 +40,5 @@ async def lose(place: Path) -> None:
 async def crash_ram(store: CheckpointStore) -> None:
     """Lose step 1 in RAM."""
     engine = store._life.open_engine
-    await engine.collector.evictor.evict(engine.state.find(1), engine.state.tier("ram"), deleted=True)
+    evicting = engine.collector.evictor.evict(engine.state.find(1), engine.state.tier("ram"), deleted=True)
+    await store._life.loop.call(evicting)
