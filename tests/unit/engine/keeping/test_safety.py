@@ -388,19 +388,24 @@ async def test_a_copy_that_is_found_whole_again_is_a_good_copy(shared_memory: Pa
         await store.evict(1, "disk")
 
 
+async def two_on_disk_alone(store: CheckpointStore, place: Path) -> set[Path]:
+    """Save two steps that the disk alone holds; returns the packs of the second."""
+    await store.save(1, tree(1))
+    await store.flush()
+    before = {*place.glob("packs/*/*.pack")}
+    await store.save(2, tree(2))
+    await store.flush()
+    for step in (1, 2):
+        await store.evict(step, "ram")
+    return {*place.glob("packs/*/*.pack")} - before
+
+
 async def test_the_step_before_one_that_lacks_packs_on_all_tiers_is_not_deleted(
     shared_memory: Path, tmp_path: Path
 ) -> None:
     where = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
     async with CheckpointStore.open(where) as store:
-        await store.save(1, tree(1))
-        await store.flush()
-        before = {*(tmp_path / "disk/packs").glob("*/*.pack")}
-        await store.save(2, tree(2))
-        await store.flush()
-        for step in (1, 2):
-            await store.evict(step, "ram")
-        for pack in {*(tmp_path / "disk/packs").glob("*/*.pack")} - before:
+        for pack in await two_on_disk_alone(store, tmp_path / "disk"):
             pack.unlink()
         with pytest.raises(Corrupt):
             await store.restore(2)
@@ -419,14 +424,7 @@ async def test_a_step_that_lacks_packs_on_all_tiers_makes_room_for_a_newer_one(
     nbytes = sum(array.nbytes for array in tree()["params"].values())
     disk = folder(tmp_path / "disk", retain="all", capacity=3 * nbytes)
     async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
-        await store.save(1, tree(1))
-        await store.flush()
-        before = {*(tmp_path / "disk/packs").glob("*/*.pack")}
-        await store.save(2, tree(2))
-        await store.flush()
-        for step in (1, 2):
-            await store.evict(step, "ram")
-        for pack in {*(tmp_path / "disk/packs").glob("*/*.pack")} - before:
+        for pack in await two_on_disk_alone(store, tmp_path / "disk"):
             pack.write_bytes(bytes(pack.stat().st_size))
         await store.verify(2, repair=True)
         await (await store.save(3, tree(3))).reached("disk")
