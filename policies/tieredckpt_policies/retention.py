@@ -1,4 +1,4 @@
-"""Retention policies: the newest, the round, the best or the youngest steps, fewer with age, all, and unions.
+"""Retention policies: keep the newest steps, every k-th, the best, those of some age, fewer with age, all, or a union.
 
 Only `All` keeps off-branch steps: the other policies would count them in place of steps that a restore can use.
 """
