@@ -61,7 +61,7 @@ async def note_impaired(tier: Tier, used: Mapping[StepId, frozenset[str]]) -> No
         _log.error(
             "tier %r: packs of %d steps are gone, such as %s; they are no good copies", tier.name, len(found), found[0]
         )
-        tier.steps.impaired.update(found)
+        tier.steps.impair(found)
 
 
 async def _is_lost(tier: Tier, key: str) -> bool:

@@ -72,12 +72,13 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
             if not tier.steps.keeps(step):
                 continue  # evicted meanwhile, and nothing is left to repair
             left = [Unrepaired(tuple(sorted({found.key for found in chunks.values()})), error)]
-        lost = any(isinstance(each.error, Corrupt) for each in left)  # no copy is good, nor can mend another
-        for each_tier in state.tiers if lost else (tier,):
-            if left and step in each_tier.steps.held:
-                each_tier.steps.impaired.add(step)
         if not left:
             tier.steps.impaired.discard(step)
+        elif any(isinstance(each.error, Corrupt) for each in left):  # no copy is good, nor can mend another
+            for other in state.tiers:
+                other.steps.impair([step])
+        else:
+            tier.steps.impair([step])
         for each in left:
             _log.error("%s could not be repaired on tier %r: %s", step, name, each.error)
         unrepaired += left

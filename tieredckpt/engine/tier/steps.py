@@ -258,6 +258,10 @@ class Steps:
         """Whether the tier has a good copy of the step, as far as is known."""
         return step in self.held and step not in self.impaired
 
+    def impair(self, steps: Iterable[StepId]) -> None:
+        """Count the copies of steps that are held here as lacking chunks."""
+        self.impaired.update(self.held.keys() & set(steps))
+
     def to_mend(self) -> set[StepId]:
         """The steps without a good copy here that are to be copied here again from another tier."""
         return self.damaged.keys() | self.impaired
