@@ -113,6 +113,7 @@ class Lease:
         """Whether another writer may have been there since what the tier holds was read."""
         self.stale_holders: list[Holder] = []
         """Holders that died with their lease, found here."""
+        self._renewing = asyncio.Lock()
 
     async def acquire(self) -> Sequence[BlobInfo] | None:
         """Take the lease. Raises `Conflict` naming the holder when a live one is there.
@@ -136,17 +137,18 @@ class Lease:
 
     async def renew(self) -> None:
         """Renew the lease. Raises `Conflict` while another writer that took over is at work."""
-        try:
-            await self.store.stat(self._key)
-        except NotFound:
-            self.taken_over = True
-            self._taken_at = time.time()  # taken for dead and removed: a holder that came since is first now
-        await self._write()
-        try:
-            await self._give_way()
-        except Conflict:
-            self.taken_over = True
-            raise
+        async with self._renewing:  # a slow one would set `taken_over` after another has taken the lease
+            try:
+                await self.store.stat(self._key)
+            except NotFound:
+                self.taken_over = True
+                self._taken_at = time.time()  # taken for dead and removed: a holder that came since is first now
+            await self._write()
+            try:
+                await self._give_way()
+            except Conflict:
+                self.taken_over = True
+                raise
 
     async def now(self) -> float:
         """The time by the clock of the store, as of the last renewal; by that of this host where the store has none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from reliability.tiers import FaultyTiers
 from support.scenes import Heard, assert_restored, config, folder, leases, ram, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.base import Unanswered
+from tieredckpt.blobs.base import BlobInfo, Unanswered
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.config import StoreConfig
@@ -321,6 +322,40 @@ async def test_a_reader_beside_the_writer_sees_its_steps_and_changes_nothing(sha
             await store.save(2, tree(2))
             await store.flush()
             assert [info.step for info in await reader.steps()] == [1, 2]
+
+
+class SlowToAnswer(PosixStore):
+    """The first `stat` of a lease is answered late."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def stat(self, key: str) -> BlobInfo:
+        try:
+            return await super().stat(key)
+        finally:
+            if not self.asked.is_set():
+                self.asked.set()
+                await self.answers.wait()
+
+
+async def test_of_two_renewals_at_once_the_slow_one_does_not_take_the_new_lease_for_a_lost_one(disk: Path) -> None:
+    """Of a full device, where a step made room for the lease: promotions failed until all was read again."""
+    store = SlowToAnswer(disk)
+    held = Lease(store, "disk", ttl=60.0)
+
+    async def renew_and_read() -> None:
+        await held.renew()
+        held.taken_over = False
+
+    async with asyncio.TaskGroup() as both:
+        both.create_task(held.renew())
+        await store.asked.wait()
+        fast = both.create_task(renew_and_read())
+        await asyncio.wait({fast}, timeout=0.2)
+        store.answers.set()
+    assert not held.taken_over
 
 
 @pytest.mark.parametrize("looks", [1, 3])
