@@ -26,7 +26,8 @@ from tieredckpt.engine.restoring.moved import Moved
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import Events
-from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
+from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.marker import StoreMarker
 
 __all__ = ["Copied", "copy_steps"]
 

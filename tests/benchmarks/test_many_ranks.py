@@ -32,7 +32,8 @@ from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
 from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.grid import plan_block
-from tieredckpt.format.manifest import StepIndex, StoreMarker, encode_marker, encode_step
+from tieredckpt.format.manifest import StepIndex, encode_step
+from tieredckpt.format.marker import StoreMarker, encode_marker
 from tieredckpt.format.merging import merge
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, decode_part, encode_part

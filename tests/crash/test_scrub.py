@@ -41,7 +41,7 @@ from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.events import ChunkRepaired
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import decode_marker
+from tieredckpt.format.marker import decode_marker
 
 TIERS = ("ram", "disk", "far")
 STEPS = (1, 2)

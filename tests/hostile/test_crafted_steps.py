@@ -31,15 +31,8 @@ from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format import layout, manifest, ocdbt, ocdbt_read, pack
 from tieredckpt.format.encoding import CRC32C, PLAIN
 from tieredckpt.format.grid import Grid
-from tieredckpt.format.manifest import (
-    ArrayIndex,
-    Chunk,
-    StepRecord,
-    decode_marker,
-    decode_step,
-    encode_step,
-    find_record,
-)
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepRecord, decode_step, encode_step, find_record
+from tieredckpt.format.marker import decode_marker
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.ocdbt_codec import NODE_MAGIC, column, frame, varint
 from tieredckpt.format.structure import ArrayNode, DictNode, decode_structure

@@ -46,7 +46,7 @@ from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format import layout, ocdbt, pack
 from tieredckpt.format.catalog import Catalog, CatalogStep, encode_catalog
 from tieredckpt.format.crc import crc32c
-from tieredckpt.format.manifest import decode_marker
+from tieredckpt.format.marker import decode_marker
 from tieredckpt.format.part import Part, PartArray, encode_part
 from tieredckpt.format.zarr import dtype_from_name, dtype_name, parse_array_metadata
 
@@ -117,7 +117,9 @@ _CATALOG = encode_catalog(
         np.array([1, 2], np.uint32),
         np.array([(bytes([i]) * 16, 4096 * (i // 2), 100) for i in range(3)], pack.RECORD),
         [
-            CatalogStep(5, 7, 300, 1.0, "btree", 4000, 1.0, ((1, 3), (5, 7)), 3, 1.0, 99, _METRICS, 1, STORE),
+            CatalogStep(
+                5, 7, 300, 1.0, "btree", 4000, 1.0, ((1, 3), (5, 7)), 3, 1.0, 99, _METRICS, 1, STORE, "a run", 4
+            ),
         ],
     )
 )

@@ -80,7 +80,7 @@ class TwoWritersMachine(RuleBasedStateMachine):
         """By host: two may give the same serial to saves that the other cannot see."""
         self.held: dict[Id, Tree] = {}
         """What the directory was heard to hold."""
-        self.state: Tree = {"w": np.zeros(2 * CHUNK, np.uint8), "step": 0}
+        self.state = new_tree()
 
     # -- hosts --------------------------------------------------------------------------------------------
 
@@ -161,6 +161,7 @@ class TwoWritersMachine(RuleBasedStateMachine):
         owed = max(self.held, default=(0, 0))
         if restored is None:
             assert owed == (0, 0)
+            self.state = new_tree()
             return
         found = restored.serial, restored.step
         assert found >= owed, f"{found} was restored, and the directory was heard to hold {owed}"
@@ -254,6 +255,8 @@ class TwoWritersMachine(RuleBasedStateMachine):
         infos = self.run(self.store.steps())
         on_disk = {(info.serial, info.step) for info in infos if "disk" in info.tiers}
         assert max(self.held, default=(0, 0)) == max(on_disk, default=(0, 0))
+        for gone in self.held.keys() - on_disk:  # evicted just before a death, so that nobody heard of it
+            del self.held[gone]
         for info in infos:
             for found in self.run(self.store.verify(info.step, serial=info.serial)):
                 assert not found.problem
@@ -292,6 +295,10 @@ class TwoWritersWithDisks(TwoWritersMachine):
         self.the_other_goes_on(value + 1)
         self.open(back)
         self.look()
+
+
+def new_tree() -> Tree:
+    return {"w": np.zeros(2 * CHUNK, np.uint8), "step": 0}
 
 
 def this_process(taken_at: float) -> Holder:

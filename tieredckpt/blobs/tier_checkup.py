@@ -10,7 +10,7 @@ from tieredckpt.config.kinds import kind_of
 from tieredckpt.config.tiers import TierConfig
 from tieredckpt.errors import NotFound
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import decode_marker
+from tieredckpt.format.marker import decode_marker
 
 __all__ = ["check_tier", "try_tier"]
 

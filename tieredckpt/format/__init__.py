@@ -32,6 +32,6 @@ part
 
 Modules: `layout` names files, `digest` hashes, `casts` rounds floats to 16 bits, `boxes` and `grid` divide arrays,
 `zarr` describes them, `encoding` turns a chunk into what is stored, `pack` writes footers, `ocdbt` writes and reads
-step indexes, `manifest` assembles a step from all of these, `part` writes what a rank contributes, `merging` makes
-one step of all parts, and `joining` one array of blocks.
+step indexes, `manifest` assembles a step from all of these, `marker` names the store of a tier, `part` writes what a
+rank contributes, `merging` makes one step of all parts, and `joining` one array of blocks.
 """

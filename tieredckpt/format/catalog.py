@@ -2,7 +2,7 @@
 
 ::
 
-    0         magic "tckcat\n" and a zero (8) version 2 (4) zero (4)
+    0         magic "tckcat\n" and a zero (8) version 3 (4) zero (4)
     16        a MessagePack array
     size-4    CRC-32C of all before it (4)
 
@@ -28,7 +28,7 @@ from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.errors import Corrupt
 from tieredckpt.format import layout
 from tieredckpt.format.crc import crc32c
-from tieredckpt.format.manifest import StepId, StepRecord, Uuid, is_line
+from tieredckpt.format.manifest import BEGAN_AFTER, RUN, StepId, StepRecord, Uuid, is_line
 from tieredckpt.format.pack import RECORD, TRAILER_BLOCK
 from tieredckpt.format.structure import NoneNode
 
@@ -37,7 +37,7 @@ __all__ = ["MAX_CATALOG", "Catalog", "CatalogStep", "decode_catalog", "encode_ca
 MAX_CATALOG: Final = 256 << 20
 """Bytes of the largest catalog that is read."""
 
-_HEAD = b"tckcat\n\0" + (2).to_bytes(4, "little") + bytes(4)
+_HEAD = b"tckcat\n\0" + (3).to_bytes(4, "little") + bytes(4)
 _CRC_SIZE = 4
 _ID_SIZE = 16
 
@@ -47,7 +47,7 @@ _Serial = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_NUMBER)]
 
 class CatalogStep(msgspec.Struct, frozen=True, array_like=True):
     """A step: the files that it was read from, by which it is known to be the same, and the record without what is
-    large and rarely asked for: structure, policy and provenance.
+    large and rarely asked for: structure, policy, and most of the provenance.
     """
 
     step: _Number
@@ -67,6 +67,10 @@ class CatalogStep(msgspec.Struct, frozen=True, array_like=True):
     ranks: Annotated[int, msgspec.Meta(ge=1)]
     store: Uuid
     """The store that saved it: an earlier one's, where this is a copy or a fork. Version 1 did not say it."""
+    run: str
+    """The run that saved it; empty where the step does not say. Version 2 said nothing of runs."""
+    began_after: _Number | None
+    """The serial after which all saves of its branch are of that run; None where the step does not say."""
 
     @property
     def id(self) -> StepId:
@@ -84,11 +88,15 @@ class CatalogStep(msgspec.Struct, frozen=True, array_like=True):
             saved_at=self.saved_at,
             nbytes=self.nbytes,
             metrics=self.metrics,
-            provenance={},
+            provenance=self._provenance(),
             policy={},
             structure=NoneNode(),
             ranks=self.ranks,
         )
+
+    def _provenance(self) -> dict[str, str]:
+        said = {RUN: self.run} if self.run else {}
+        return said if self.began_after is None else {**said, BEGAN_AFTER: str(self.began_after)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,7 @@ def decode_catalog(data: bytes, where: str) -> Catalog:
     """Decode a catalog; its chunks are views of ``data``. Raises `Corrupt` if the bytes are not a valid catalog."""
     view = memoryview(data)
     if len(view) < len(_HEAD) + _CRC_SIZE or view[: len(_HEAD)] != _HEAD:
-        raise Corrupt(f"{where} is no catalog of version 2")
+        raise Corrupt(f"{where} is no catalog of version 3")
     if crc32c(view[:-_CRC_SIZE]) != int.from_bytes(view[-_CRC_SIZE:], "little"):
         raise Corrupt(f"{where} does not match its CRC-32C")
     try:

@@ -14,6 +14,7 @@ limit for those goes on under ``tieredckpt/step.json.1``, ``.2`` and so on.
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,23 +38,27 @@ from tieredckpt.format.step_keys import entries_of, in_parts, join_parts
 from tieredckpt.format.structure import MAX_STRUCTURE_BYTES, ArrayNode, Node, array_nodes, check_structure
 
 __all__ = [
+    "BEGAN_AFTER",
     "INLINE_MAX",
     "MAX_CHUNK",
+    "RUN",
     "ArrayIndex",
     "Chunk",
     "StepId",
     "StepIndex",
     "StepRecord",
-    "StoreMarker",
     "Uuid",
-    "decode_marker",
     "decode_record",
     "decode_step",
-    "encode_marker",
     "encode_step",
     "find_record",
     "is_line",
 ]
+
+RUN = "run"
+"""In the provenance of a step: the run that saved it, of all ranks. Several runs may give one serial to one step."""
+BEGAN_AFTER = "began_after"
+"""In the provenance of a step: the serial after which all saves of its branch are of the run that saved it."""
 
 INLINE_MAX = 4096
 """The chunks of an array up to this size, in bytes, lie in the index itself: an extent would be padded to a page."""
@@ -114,38 +119,19 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     def id(self) -> StepId:
         return StepId(self.serial, self.step)
 
-
-class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
-    """``tieredckpt.json`` at the root of every tier: its store and its format."""
-
-    store: Uuid
-    format_version: int = layout.FORMAT_VERSION
-    """Of the tier: one of `layout.FORMAT_VERSIONS`."""
-    digest: str = digests.NAME
-    forked_from: tuple[Uuid, ...] | msgspec.UnsetType = msgspec.UNSET
-    """The stores that this one was copied from before it got an identity of its own, the last first."""
+    @property
+    def run(self) -> str:
+        """The run that saved it; empty if earlier versions did."""
+        return self.provenance.get(RUN, "")
 
     @property
-    def ancestors(self) -> tuple[str, ...]:
-        """``forked_from``, or nothing."""
-        return () if self.forked_from is msgspec.UNSET else self.forked_from
-
-    def owns(self, store: str | None) -> bool:
-        """Whether steps of ``store`` belong to this one: its own steps, and those from before it was forked."""
-        return store == self.store or store in self.ancestors
-
-    def fork(self, store: str) -> StoreMarker:
-        """The marker of a copy that gets another identity."""
-        return StoreMarker(store=store, forked_from=(self.store, *self.ancestors))
-
-    @property
-    def of_store(self) -> StoreMarker:
-        """The marker without the fields that concern its tier alone."""
-        return self.at_version(layout.FORMAT_VERSION)
-
-    def at_version(self, version: int) -> StoreMarker:
-        """The same on a tier of another format version."""
-        return self if version == self.format_version else msgspec.structs.replace(self, format_version=version)
+    def began_after(self) -> float:
+        """The serial after which all saves of its branch are of its run; infinite if it does not say."""
+        try:
+            serial = int(self.provenance[BEGAN_AFTER])
+        except (KeyError, ValueError):
+            return math.inf
+        return serial if 0 <= serial <= layout.MAX_NUMBER else math.inf
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -196,24 +182,6 @@ class StepIndex:
         if (array := self.arrays.get(key)) is not None:
             return [(Box.whole(array.grid.shape), key)]
         return sorted(self._blocks.get(key, ()))
-
-
-def encode_marker(marker: StoreMarker) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(marker), indent=2) + b"\n"
-
-
-def decode_marker(data: bytes, where: str) -> StoreMarker:
-    """Raises `Corrupt` for anything but a marker of a format that this version reads."""
-    try:
-        marker = json_decoder(StoreMarker).decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Corrupt(f"{where}/{layout.MARKER} does not mark a tieredckpt store: {error}") from error
-    if marker.format_version not in layout.FORMAT_VERSIONS or marker.digest != digests.NAME:
-        raise Corrupt(
-            f"{where} holds format {marker.format_version} with digest {marker.digest!r}; this version reads "
-            f"formats {', '.join(map(str, layout.FORMAT_VERSIONS))} with {digests.NAME!r}: use a newer tieredckpt"
-        )
-    return marker
 
 
 def encode_step(

@@ -29,10 +29,7 @@ from tieredckpt.format.structure import (
     with_children,
 )
 
-__all__ = ["RUN", "merge", "merge_structures", "show_ranks"]
-
-RUN = "run"
-"""In the provenance of a part: the run of all ranks that saved it. Several runs may give one serial to one step."""
+__all__ = ["merge", "merge_structures", "show_ranks"]
 
 _Group: TypeAlias = list[tuple[int, Node]]
 """Nodes at one path of the tree, one for each different node, with the lowest rank that has it."""
@@ -95,7 +92,7 @@ def _record(parts: Sequence[Part]) -> StepRecord:
                 raise Conflict(
                     f"{first.id}: ranks {ranks[0]} and {rank} do not mean one step: {name} is {ours!r} and {theirs!r}"
                 )
-        if record.provenance.get(RUN) != first.provenance.get(RUN):
+        if record.run != first.run:
             raise Conflict(f"{first.id}: ranks {ranks[0]} and {rank} have parts of it that different runs saved")
         metrics = {**record.metrics, **metrics}
     if len(ranks) != len(set(ranks)):

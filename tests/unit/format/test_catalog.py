@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -46,6 +47,8 @@ def catalogs(draw: st.DrawFn) -> Catalog:
                 metrics=draw(st.dictionaries(st.text(), st.floats(allow_nan=False) | st.just("nan"), max_size=2)),
                 ranks=draw(st.integers(1, 9)),
                 store=draw(st.uuids().map(str)),
+                run=draw(st.text(max_size=2)),
+                began_after=draw(st.none() | st.integers(0, layout.MAX_NUMBER)),
             )
         )
     keys = [layout.pack_key(identity.hex()) for identity in ids]
@@ -61,7 +64,9 @@ def test_what_is_written_is_read(catalog: Catalog) -> None:
     assert found.counts.tolist() == catalog.counts.tolist()
     assert found.chunks.tobytes() == catalog.chunks.tobytes()
     for step in found.steps:
-        assert (step.record.id, step.record.store) == (step.id, step.store)
+        record = step.record
+        assert (record.id, record.store, record.run) == (step.id, step.store, step.run)
+        assert record.began_after == (math.inf if step.began_after is None else step.began_after)
 
 
 @given(catalogs(), st.data())
@@ -78,7 +83,7 @@ def test_one_that_was_cut_or_changed_is_refused(catalog: Catalog, data: st.DataO
 
 def made_up(**changes: Any) -> bytes:
     """A catalog of one pack with one chunk and one step, with a right checksum whatever it says."""
-    step = [5, 3, 300, 1.0, "btree", 4000, 1.0, [[1, 3]], None, 1.0, 7, {}, 1, STORE]
+    step = [5, 3, 300, 1.0, "btree", 4000, 1.0, [[1, 3]], None, 1.0, 7, {}, 1, STORE, "", None]
     table = np.array([(bytes(16), 0, 100)], RECORD)
     body: dict[str, Any] = {
         "store": STORE,
@@ -89,7 +94,7 @@ def made_up(**changes: Any) -> bytes:
         "steps": [step],
     }
     data = (
-        b"tckcat\n\0" + (2).to_bytes(4, "little") + bytes(4) + msgspec.msgpack.encode(list((body | changes).values()))
+        b"tckcat\n\0" + (3).to_bytes(4, "little") + bytes(4) + msgspec.msgpack.encode(list((body | changes).values()))
     )
     return data + crc32c(data).to_bytes(4, "little")
 
@@ -101,6 +106,7 @@ def chunk(offset: int, length: int) -> bytes:
 def step(**changes: Any) -> list[Any]:
     fields = {"step": 5, "serial": 3, "size": 300, "at": 1.0, "btree": "btree", "nodes": 4000, "nodes_at": 1.0}
     rest = {"line": [[1, 3]], "from": None, "saved_at": 1.0, "nbytes": 7, "metrics": {}, "ranks": 1, "store": STORE}
+    rest |= {"run": "", "began_after": None}
     return list((fields | rest | changes).values())
 
 
@@ -118,6 +124,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "a line that does not end with its serial": {"steps": [step(line=[[1, 2]])]},
     "a step without a line": {"steps": [step(line=[])]},
     "a serial that is none": {"steps": [step(serial=0)]},
+    "a run that began before all": {"steps": [step(began_after=-1)]},
     "a time that is no number": {"steps": [step(saved_at=float("nan"))]},
     "no ranks": {"steps": [step(ranks=0)]},
     "a store that is none": {"steps": [step(store="..")]},

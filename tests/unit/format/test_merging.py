@@ -18,8 +18,8 @@ from tieredckpt.errors import Conflict
 from tieredckpt.format import layout
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.grid import Grid, plan_block
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, StepRecord
-from tieredckpt.format.merging import RUN, merge, merge_structures
+from tieredckpt.format.manifest import RUN, ArrayIndex, Chunk, StepIndex, StepRecord
+from tieredckpt.format.merging import merge, merge_structures
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, PartChunk
 from tieredckpt.format.structure import (

@@ -20,7 +20,7 @@ from tieredckpt.blobs.ram.owner import Owner, is_removed, look_at, read_owner
 from tieredckpt.blobs.ram.slab_meta import has_slab, slab_bytes
 from tieredckpt.errors import Conflict, Corrupt
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StoreMarker, decode_marker
+from tieredckpt.format.marker import StoreMarker, decode_marker
 
 __all__ = ["FoundRam", "by_store", "find_ram", "judged", "marker_at", "store_in"]
 

@@ -8,7 +8,8 @@ import msgspec
 
 from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.engine.wire_types import Failure, HeldStep
-from tieredckpt.format.manifest import StepId, StoreMarker
+from tieredckpt.format.manifest import StepId
+from tieredckpt.format.marker import StoreMarker
 
 __all__ = [
     "BadChunk",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,8 @@ def _entry(step: StepId, record: StepRecord, stamp: Stamp) -> CatalogStep:
         metrics=record.metrics,
         ranks=record.ranks,
         store=record.store,
+        run=record.run,
+        began_after=None if math.isinf(record.began_after) else int(record.began_after),
     )
 
 

@@ -21,7 +21,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Invalid, NotFound
 from tieredckpt.events import Events
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StoreMarker, encode_marker
+from tieredckpt.format.marker import StoreMarker, encode_marker
 
 __all__ = ["adopt", "fork"]
 

@@ -26,7 +26,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import Events, TierHangs
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StoreMarker
+from tieredckpt.format.marker import StoreMarker
 
 __all__ = ["connect", "connect_ram", "make_tiers", "move_to_earlier_place", "reopen"]
 

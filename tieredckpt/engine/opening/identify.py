@@ -24,7 +24,8 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, TieredCkptError
 from tieredckpt.events import RamLeftAlone
-from tieredckpt.format.manifest import StepId, StoreMarker
+from tieredckpt.format.manifest import StepId
+from tieredckpt.format.marker import StoreMarker
 from tieredckpt.settings import explain
 
 __all__ = ["identify"]

@@ -13,7 +13,8 @@ from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker, find_record
+from tieredckpt.format.manifest import StepId, StepRecord, find_record
+from tieredckpt.format.marker import StoreMarker
 
 __all__ = ["consistent_markers", "known_elsewhere", "marker_of", "store_of_steps"]
 

@@ -16,7 +16,7 @@ from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.blobs.ram.owner import Place, shares
 from tieredckpt.config import StoreConfig
 from tieredckpt.errors import Conflict
-from tieredckpt.format.manifest import StoreMarker
+from tieredckpt.format.marker import StoreMarker
 
 __all__ = ["Choice", "SeenTier", "choose", "is_copy", "is_of_name", "is_of_ram_alone", "may_return", "notes"]
 

@@ -8,10 +8,10 @@ serials.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Collection, Sequence
 
 from tieredckpt.concurrency import in_thread
-from tieredckpt.engine.state.branch import began_after
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.step_table import on
 from tieredckpt.engine.tier import step_index
@@ -21,38 +21,43 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord
-from tieredckpt.format.merging import RUN
 
-__all__ = ["compare_with_slower", "set_stale_apart", "stale_in_ram"]
+__all__ = ["compare_with_slower", "set_stale_apart", "stale_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
-_Saves = Mapping[int, tuple[Tier, StepRecord]]
-"""Steps by serial, each with the tier that holds it."""
 
+def stale_steps(records: Collection[StepRecord], slower: Sequence[Tier]) -> list[StepId]:
+    """The steps whose place another save has on slower tiers, oldest first.
 
-def stale_in_ram(state: State, in_ram: Collection[StepRecord]) -> set[StepId]:
-    """The stale steps in RAM: from a serial that a slower tier gave another step, up to the next step that both have.
-
-    What follows a step that both have was saved by a training that knew of it.
+    That is a save of the same serial; or one whose run gave the serial of the step; or one of another run under a
+    serial that the step's own run gave. Other steps are of a training that has come back since, and went on from what
+    the slower tiers hold.
     """
-    theirs = _saves_of(state.tiers[1:])
-    found: set[StepId] = set()
-    behind = False
-    for record in sorted(in_ram, key=lambda record: record.id):
-        if (other := theirs.get(record.serial)) is not None:
-            behind = not _same(record, other[1])
-        if behind:
-            found.add(record.id)
-            _log.warning(
-                "%s is dropped from RAM: the training has gone on elsewhere, and given its serial again", record.id
-            )
+    theirs = {step.serial: held.record for tier in slower for step, held in tier.steps.held.items()}
+    serials = sorted(theirs)
+    found = []
+    for record in sorted(records, key=lambda record: record.id) if theirs else ():
+        at = bisect(serials, record.serial)
+        before, after = (theirs[each] for each in (serials[max(at - 1, 0)], serials[min(at, len(serials) - 1)]))
+        if before.serial == record.serial:
+            stale = before.id != record.id or before.saved_at != record.saved_at
+        else:
+            stale = _gave_again(record, before) or _gave_again(after, record)
+        if stale:
+            found.append(record.id)
     return found
+
+
+def _gave_again(later: StepRecord, earlier: StepRecord) -> bool:
+    """Whether the run of a step had given the serial of an earlier step, which another run saved."""
+    gave = later.began_after < earlier.serial < later.serial and on(later.line, earlier.serial)
+    return gave and bool(earlier.run) and earlier.run != later.run
 
 
 async def set_stale_apart(state: State) -> None:
     """Count no stale step as held, on any tier; RAM drops it, and a reader only stops listing it."""
-    for tier in reversed(state.tiers[:-1]):  # the slowest first: what is stale there judges no other tier
+    for tier in reversed(state.tiers):  # the slowest first: what is stale there judges no other tier
         try:
             await compare_with_slower(state, tier)
         except TierUnavailable as error:
@@ -60,7 +65,8 @@ async def set_stale_apart(state: State) -> None:
     first = state.tiers[0]
     if (ram := first.ram) is None:
         return
-    for step in stale_in_ram(state, [held.record for held in first.steps.held.values()]):
+    for step in stale_steps([held.record for held in first.steps.held.values()], state.tiers[1:]):
+        _log.warning("%s is dropped from RAM: the training has gone on elsewhere from an older step", step)
         if not ram.slab.writable:
             first.steps.drop(step)
             continue
@@ -73,54 +79,22 @@ async def set_stale_apart(state: State) -> None:
 
 
 async def compare_with_slower(state: State, tier: Tier) -> None:
-    """Count no stale step as held on a tier below RAM: compare it with the slower ones.
+    """Count no stale step as held on a tier below RAM.
 
-    A step is stale if a slower tier has another save of its serial. So are, of the newest steps and of those after a
-    stale one, the ones whose run gave a serial before that a slower tier has from another run. Other steps stay: they
-    may be of a training that came back here, and went on from what the others hold.
-
-    Raises `TierUnavailable` where a step cannot be read that may be stale; then what the tier holds is not known.
+    Raises `TierUnavailable` where one cannot be read; then what the tier holds is not known.
     """
-    theirs, held = _saves_of(state.tiers[tier.index + 1 :]), tier.steps.held
-    if tier.in_memory or tier.derived or not theirs:
+    if tier.in_memory or tier.derived:
         return
     tier.steps.scanning = True
     try:
-        for step in sorted(held, reverse=True):
-            if step.serial in theirs or not await _overtaken(tier, step, theirs):
-                break
+        for step in stale_steps([held.record for held in tier.steps.held.values()], state.tiers[tier.index + 1 :]):
             await _set_apart(tier, step)
-        behind = False
-        for step in sorted(held):
-            if (other := theirs.get(step.serial)) is not None:
-                behind = not _same(held[step].record, other[1])
-            if behind and (other is not None or await _overtaken(tier, step, theirs)):
-                await _set_apart(tier, step)
     except TierUnavailable:
         tier.clear()
         tier.marker = None  # it is scanned again
         raise
     finally:
         tier.steps.scanning = False
-
-
-async def _overtaken(tier: Tier, step: StepId, theirs: _Saves) -> bool:
-    """Whether the run that saved a step had given a serial before that ``theirs`` has from another run."""
-    try:
-        record = (await step_index.load(tier, step)).record
-    except (Corrupt, NotFound) as error:
-        _log.info("tier %r: %s cannot be compared with other saves: %s", tier.name, step, error)
-        return False
-    begin, run = began_after(record), record.provenance.get(RUN)
-    before = max((each for each in theirs if begin < each < step.serial and on(record.line, each)), default=None)
-    if before is None or run is None:
-        return False
-    slower, other = theirs[before]
-    try:
-        return (await step_index.load(slower, other.id)).record.provenance.get(RUN) != run
-    except (Corrupt, NotFound, TierUnavailable) as error:
-        _log.info("tier %r: %s cannot be compared with %s: %s", tier.name, step, other.id, error)
-        return False
 
 
 async def _set_apart(tier: Tier, step: StepId) -> None:
@@ -138,12 +112,3 @@ async def _set_apart(tier: Tier, step: StepId) -> None:
         tier.packs.orphans.pop(key, None)  # known to be used: no grace needed once it has left
     tier.quarantine(step, problem)
     _log.warning("%s; it is not restored, and leaves when newer steps are as safe", problem)
-
-
-def _saves_of(tiers: Sequence[Tier]) -> dict[int, tuple[Tier, StepRecord]]:
-    """The steps of tiers by serial; of two saves that of the slower tier."""
-    return {step.serial: (tier, held.record) for tier in tiers for step, held in tier.steps.held.items()}
-
-
-def _same(record: StepRecord, other: StepRecord) -> bool:
-    return record.id == other.id and record.saved_at == other.saved_at

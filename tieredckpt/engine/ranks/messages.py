@@ -9,7 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from tieredckpt.engine.wire_types import Failure, HeldStep, decode
-from tieredckpt.format.manifest import StepRecord, StoreMarker
+from tieredckpt.format.manifest import StepRecord
+from tieredckpt.format.marker import StoreMarker
 from tieredckpt.format.replicas import Difference
 
 __all__ = [

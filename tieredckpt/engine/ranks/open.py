@@ -23,7 +23,7 @@ from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.opening.ram import find
-from tieredckpt.engine.opening.stale import stale_in_ram
+from tieredckpt.engine.opening.stale import stale_steps
 from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
 from tieredckpt.engine.ranks.commit.vote import Votes
@@ -38,8 +38,8 @@ from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import HeldStep, brief, decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
-from tieredckpt.format.manifest import StepId, StepRecord, StoreMarker
-from tieredckpt.format.merging import RUN
+from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.marker import StoreMarker
 
 __all__ = ["Opening", "adopt_catalog", "catalog_of"]
 
@@ -102,7 +102,7 @@ class Opening:
         found: _Found = decode(await vote(group, "open/tiers", self._tell_ram(), self._open_all), _Found)
         verdict = await vote(group, "open/parts", self._follow(found), self._decide)
         opened: Opened = decode(verdict, Opened)
-        whole = {record.id: _run(record) for record in opened.whole}
+        whole = {record.id: record.run for record in opened.whole}
         first = state.tiers[0]
         listed = {step for (step, _), by_rank in self._folders.items() if first in by_rank.values()}
         for step in listed.union(first.steps.parts):  # rank 0 counts those of whole steps as held already
@@ -206,7 +206,7 @@ class Opening:
             except (Corrupt, NotFound) as error:
                 _log.warning("%s of a former run cannot be read in RAM: %s", step, error)
                 continue
-            self._folders.setdefault((step, _run(record)), {}).setdefault(record.rank or 0, tier)
+            self._folders.setdefault((step, record.run), {}).setdefault(record.rank or 0, tier)
 
     async def _decide(self, answers: dict[int, bytes]) -> bytes:
         """At rank 0: the steps that are complete in the RAM of all ranks together, and the other parts to keep."""
@@ -230,14 +230,14 @@ class Opening:
                     continue
                 if step not in records or record.saved_at > records[step].saved_at:
                     records[step] = record
-        forked = stale_in_ram(state, records.values())
+        stale = stale_steps(records.values(), state.tiers[1:])
         whole = []
         for step, record in records.items():
-            if step in forked:
+            if step in stale:
                 del found[step]
                 continue
             whole.append(brief(record))
-            parts = found[step][_run(record)]
+            parts = found[step][record.run]
             self._votes.parts[step] = {rank: part for rank, (part, _) in parts.items()}
             self._commits.homes[step] = {rank: home for rank, (_, home) in parts.items()}
         for record in whole:
@@ -250,7 +250,7 @@ class Opening:
 
     async def _let_leftovers_go(self, kept: set[StepId]) -> None:
         """Release RAM of former ranks that holds no useful step; note which parts the rest holds."""
-        runs = {step: _run(record) for step, record in self._state.records().items()}
+        runs = {step: record.run for step, record in self._state.records().items()}
         for (step, run), by_rank in self._folders.items():
             if step in kept and runs.get(step, run) == run:
                 self._commits.folders[step] = by_rank
@@ -274,10 +274,6 @@ class Opening:
                         await in_thread(RamStore.discard, folder)
                     except TieredCkptError as error:
                         _log.info("the RAM of a former rank stays: %s", error)
-
-
-def _run(record: StepRecord) -> str:
-    return record.provenance.get(RUN, "")
 
 
 def _tell_notices(notices: dict[int, str]) -> None:

@@ -36,7 +36,7 @@ from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.saving.snapshot import NO_SMALL, Located, Snapshot
 from tieredckpt.engine.saving.spill import Refused, attributed, stream, usable_ram
-from tieredckpt.engine.state.branch import BEGAN_AFTER, RESTORED_LOSSY, Continued, Origin
+from tieredckpt.engine.state.branch import RESTORED_LOSSY, Continued, Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.packs import WrittenPacks
@@ -45,8 +45,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
 from tieredckpt.events import OriginIgnored, SaveSkipped, StepSaved
 from tieredckpt.format.joining import join
-from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
-from tieredckpt.format.merging import RUN
+from tieredckpt.format.manifest import BEGAN_AFTER, RUN, ArrayIndex, StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
 
 __all__ = ["Saved", "Writer", "versions"]

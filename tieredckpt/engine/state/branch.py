@@ -6,26 +6,15 @@ called before it and by what became of the saves before it; the branch changes w
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from tieredckpt.engine.state.step_table import Line, on
 from tieredckpt.format.manifest import StepId, StepRecord
 
-__all__ = ["BEGAN_AFTER", "RESTORED_LOSSY", "Branch", "Continued", "Origin", "began_after"]
+__all__ = ["RESTORED_LOSSY", "Branch", "Continued", "Origin"]
 
 RESTORED_LOSSY = "restored_lossy"
 """In the provenance of a step: the lossy copy that its state goes back to."""
-BEGAN_AFTER = "began_after"
-"""In the provenance of a step: the serial after which all saves of its branch are of the run that saved it."""
-
-
-def began_after(record: StepRecord) -> float:
-    """The serial after which all saves of a step's branch are of its run; infinite if the step does not say."""
-    try:
-        return int(record.provenance[BEGAN_AFTER])
-    except (KeyError, ValueError):
-        return math.inf
 
 
 @dataclass(eq=False, slots=True)

@@ -24,7 +24,8 @@ from tieredckpt.engine.state.step_table import StepTable
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
 from tieredckpt.events import Events, TierFailed
-from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, StoreMarker
+from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
+from tieredckpt.format.marker import StoreMarker
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.policy.base import Observed, StoreView, TierView
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StoreMarker, decode_marker, encode_marker
+from tieredckpt.format.marker import StoreMarker, decode_marker, encode_marker
 
 __all__ = ["is_still", "read", "read_unless_empty", "write"]
 

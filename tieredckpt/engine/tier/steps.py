@@ -116,7 +116,7 @@ class IndeterminateDelete(TierUnavailable):
 
 
 class Stale(Conflict):
-    """The training went on elsewhere from an older step, and a slower tier holds another save of the same serial.
+    """The training went on elsewhere from an older step, and a slower tier holds another save in the place of this one.
 
     Stands among the damaged steps of a tier, for it is no copy of that step; it keeps its packs until it is evicted.
     """

@@ -25,7 +25,8 @@ from tieredckpt.engine.tier.steps import Steps
 from tieredckpt.errors import Conflict, NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.encoding import Encoding
-from tieredckpt.format.manifest import StepId, StoreMarker
+from tieredckpt.format.manifest import StepId
+from tieredckpt.format.marker import StoreMarker
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.rounding import Bound
 

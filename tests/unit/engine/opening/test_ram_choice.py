@@ -11,7 +11,7 @@ from tieredckpt.blobs.ram.owner import Owner, Place
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_copy
 from tieredckpt.errors import Conflict
-from tieredckpt.format.manifest import StoreMarker
+from tieredckpt.format.marker import StoreMarker
 
 ONE, TWO = "11111111-1111-1111-1111-111111111111", "22222222-2222-2222-2222-222222222222"
 DISK = Place(location="/disk", inode=(1, 7), file_system="a", seen=True)

@@ -96,12 +96,12 @@ async def test_what_followed_since_both_have_the_same_again_is_kept(place: Path,
         assert_restored(await store.restore(), state(5))
 
 
-def with_disk(node: str, place: Path, *, retain: Any = "all") -> StoreConfig:
-    """The same with a disk of the node besides."""
+def with_disk(node: str, place: Path, *, retain: Any = "all", promote: Any = "always") -> StoreConfig:
+    """The same with a disk of the node besides; ``promote`` to the disk of all."""
     tiers = {
         "ram": ram(place, path=place / node / "ram", on_close="keep"),
         "own": folder(place / node / "disk", retain=retain),
-        "disk": folder(place / "disk", retain="all"),
+        "disk": folder(place / "disk", retain="all", promote=promote),
     }
     return config(tiers, name="run")
 
@@ -188,6 +188,51 @@ async def test_later_steps_than_the_others_have_are_set_apart_where_none_before_
     await go_on_at_b(place, 2)
     async with CheckpointStore.open(with_disk("a", place)) as store:
         assert_restored(await store.restore(), state(2))
+
+
+async def test_a_save_in_memory_that_is_newer_than_all_others_is_stale_where_its_run_was_overtaken(
+    place: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(on("a", place)) as store:
+        await store.save(1, state(1))
+    store = await CheckpointStore.open(on("a", place))
+    heard = Heard(store)
+    faults.kill("disk")
+    for step in (2, 3):
+        await store.save(step, state(10 * step))
+        await heard.first(TierFailed)
+    await store.evict(2, "ram")
+    await crash(store)
+    faults.revive("disk")
+    async with CheckpointStore.open(on("b", place)) as store:
+        await store.restore()
+        await store.save(2, state(2))
+    async with CheckpointStore.open(on("a", place)) as store:
+        assert_restored(await store.restore(), state(2))
+
+
+@pytest.mark.parametrize("rebooted", [False, True])
+async def test_what_lies_between_two_saves_of_a_slower_tier_is_stale_where_another_run_saved_the_later_one(
+    place: Path, rebooted: bool
+) -> None:
+    """The slower tier takes every third step; two nodes saved steps 4 and 5 after step 3 each, one went on to 6."""
+    third = {"kind": "every_n_steps", "n": 3}
+    for node, steps in (("a", (3, 4, 5)), ("b", (4, 5, 6))):
+        store = await CheckpointStore.open(with_disk(node, place, promote=third))
+        await store.restore()
+        for step in steps:
+            await (await store.save(step, state(step if node == "b" else 10 * step))).reached("own")
+        await store.flush()
+        await crash(store)
+    if rebooted:
+        shutil.rmtree(place / "a/ram")
+    for _ in range(2):
+        async with CheckpointStore.open(with_disk("a", place, promote=third)) as store:
+            assert_restored(await store.restore(resume=False), state(6))
+            assert [info.step for info in await store.steps()] == [3, 6]
+            for step in (4, 5):
+                with pytest.raises(NotFound):
+                    await store.restore(step)
 
 
 async def test_what_was_saved_since_is_the_newest_also_where_nothing_was_restored(

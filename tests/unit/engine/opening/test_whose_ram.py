@@ -24,7 +24,7 @@ from tieredckpt.engine.opening.change_identity import fork
 from tieredckpt.errors import Conflict
 from tieredckpt.events import RamLeftAlone, TierFailed
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import decode_marker
+from tieredckpt.format.marker import decode_marker
 
 
 class Place:

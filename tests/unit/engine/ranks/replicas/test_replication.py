@@ -32,7 +32,8 @@ from tieredckpt.errors import Corrupt, NoSpace, NotFound, RanksUnavailable, Tier
 from tieredckpt.events import Events
 from tieredckpt.format import grid
 from tieredckpt.format.digest import digest, digest_array
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StoreMarker
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
+from tieredckpt.format.marker import StoreMarker
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree.flatten import flatten
 
