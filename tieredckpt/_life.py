@@ -90,7 +90,7 @@ class StoreLife:
 
     async def change(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         """`call`, for work that may wait for saves under way: confirms lazy ones first, or it would wait for ever."""
-        async with self.open_engine.captures.awaiting():
+        async with self.open_engine.pending.confirming():
             return await self.call(work)
 
     async def look(

@@ -150,7 +150,7 @@ class Opened:
         ram = self._config.ram
         keep_ram = self.abandoned or ram is None or ram.keeps(clean=clean)
         try:
-            await self._engine.captures.end()
+            await self._engine.pending.end()
         except asyncio.CancelledError:
             await self._engine.close(flush=False, keep_ram=True, end_calls=self.thread.end_calls)
             raise

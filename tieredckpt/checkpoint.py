@@ -14,7 +14,7 @@ from tieredckpt.errors import NotFound
 if TYPE_CHECKING:
     from tieredckpt.engine.engine import Engine
     from tieredckpt.engine.loop import EngineLoop
-    from tieredckpt.engine.saving.lazy import LazyMoment
+    from tieredckpt.engine.saving.lazy import LazyCapture
     from tieredckpt.engine.saving.save import Saved
 
 __all__ = ["Checkpoint", "Restored", "SyncCheckpoint", "SyncRestored"]
@@ -29,7 +29,7 @@ class Checkpoint:
         engine: Engine,
         loop: EngineLoop,
         saving: asyncio.Task[Saved] | Saved,
-        lazy: LazyMoment | None = None,
+        lazy: LazyCapture | None = None,
     ) -> None:
         self.step = step
         """The trainer's number."""
@@ -85,7 +85,7 @@ class Checkpoint:
         """
         if self._lazy is not None:
             await self._lazy.captured()
-        async with self._engine.captures.awaiting(only_past_ram=True):
+        async with self._engine.pending.confirming(only_past_ram=True):
             await self._loop.call(self._reached(tier))
 
     async def _reached(self, tier: str) -> None:

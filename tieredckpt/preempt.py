@@ -132,7 +132,7 @@ class Preemption:
 
     def _promote_when_warned(self) -> None:
         if self._warnings.get():
-            self._promote_newest(self._engine.captures.drained_beside)
+            self._promote_newest(self._engine.pending.drained_beside)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -151,7 +151,7 @@ class Preemption:
             signal.raise_signal(self._on)
 
     def _finish(self, error: BaseException | None) -> None:
-        kept = self._promote_newest(self._engine.captures.drained)  # which may have been saved since the warning
+        kept = self._promote_newest(self._engine.pending.drained)  # which may have been saved since the warning
         if not kept:
             _log.error("%s", self._what_was_kept())
         if error is None:
@@ -160,7 +160,7 @@ class Preemption:
     def _promote_newest(self, saved: Callable[[], Awaitable[None]]) -> bool:
         """Promote the newest step; whether the tier has it in time. ``saved`` waits for saves under way."""
         newest = self._state.newest()
-        saving = self._engine.captures.pending or self._state.membership.undecided
+        saving = self._engine.pending.background or self._state.membership.undecided
         kept = not saving and (newest is None or newest in self._tier.steps.held)
         left = self._warned_at + self._seconds - time.monotonic()
         work = self._store._life.loop.submit(self._keep(saved))

@@ -182,7 +182,7 @@ class CheckpointStore:
         """`save` for the ``caller``; may run on another thread than the caller's."""
         step = checked_step(step)
         loop, engine = self._life.loop, self._life.open_engine
-        return Checkpoint(step, engine, loop, *await engine.captures.save(loop, caller.streams, step, *call))
+        return Checkpoint(step, engine, loop, *await engine.pending.save(loop, caller.streams, step, *call))
 
     async def prepare(self, tree: Any) -> None:
         """Allocate memory for saves of trees like ``tree`` in the background, so that the first save need not wait.
@@ -257,8 +257,8 @@ class CheckpointStore:
         step = None if step is None else checked_step(step)
         keys = None if keys is None else checked_patterns("keys", keys)
         loop, engine = self._life.loop, self._life.open_engine
-        await engine.captures.confirmed()  # it may change what is being copied
-        await loop.call(engine.captures.settled(step))  # or the newest step would be one before them
+        await engine.pending.confirm()  # it may change what is being copied
+        await loop.call(engine.pending.settled(step))  # or the newest step would be one before them
         return await loop.call(engine.restorer.restore(loop, caller, step, keys, *how))
 
     # -- what there is ------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.repairing.background import BackgroundRepair
 from tieredckpt.engine.restoring.restore import Restorer
-from tieredckpt.engine.saving.capture import Captures
-from tieredckpt.engine.saving.moment import Moment
+from tieredckpt.engine.saving.capture import Capture
+from tieredckpt.engine.saving.pending import PendingSaves
 from tieredckpt.engine.saving.plan import snapshot_size
 from tieredckpt.engine.saving.save import Saved, Writer, versions
 from tieredckpt.engine.scratch import Scratch
@@ -170,7 +170,7 @@ class Engine:
         self._writer = Writer(self.state, self.collector, self.mode.slower_tiers)
         self.prepared = True
         self.inventory = Inventory(self.state)
-        self.captures = Captures(self.state, self.save, self.mode.not_begun, flattener)
+        self.pending = PendingSaves(self.state, self.save, self.mode.not_begun, flattener)
 
     def _make_mode(self, group: Group | None) -> Alone:
         """How this process takes part in the store."""
@@ -343,11 +343,11 @@ class Engine:
         overwrite: bool,
         origin: Origin | None,
         replicated: Sequence[str],
-        moment: Moment,
+        capture: Capture,
     ) -> Saved:
         """See `Writer.save`; with several ranks, saves this rank's share of the leaves that ``replicated`` chooses."""
         self.state.check_writable("save")
-        save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, moment=moment)
+        save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, capture=capture)
         saved = await self.mode.save(step, flat, replicated, save, origin)
         if saved.tier is not None:
             await self.collector.after_commit(self.state.tier(saved.tier))
@@ -370,7 +370,7 @@ class Engine:
 
         Raises the error of a promotion or an export that failed.
         """
-        await self.captures.drained()
+        await self.pending.drained()
         await self._writer.frozen.drained()
         await self.background_repair.drained()
         await self.mode.drained()

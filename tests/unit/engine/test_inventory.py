@@ -106,7 +106,7 @@ async def test_a_save_behind_the_training_counts_from_its_start(
             await may_save.wait()
             return await save(*arguments, **options)
 
-        monkeypatch.setattr(store._life.engine.captures, "_save", late)
+        monkeypatch.setattr(store._life.engine.pending, "_save", late)
         ckpt = await store.save(10, {"w": jnp.zeros(4)}, capture="reference")
         assert [store.due(step) for step in (11, 20)] == [False, True]
         store._life.loop.soon(may_save.set)
@@ -121,7 +121,7 @@ async def test_a_save_behind_that_fails_is_due_again(two_tiers: StoreConfig, mon
         async def fail(*arguments: Any, **options: Any) -> Any:
             raise NotFound("no luck")
 
-        monkeypatch.setattr(store._life.engine.captures, "_save", fail)
+        monkeypatch.setattr(store._life.engine.pending, "_save", fail)
         ckpt = await store.save(10, {"w": jnp.zeros(4)}, capture="reference")
         with pytest.raises(NotFound, match="no luck"):
             await ckpt.reached("ram")

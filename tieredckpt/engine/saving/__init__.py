@@ -2,5 +2,6 @@
 
 In: a tree. Out: a committed step in the first tier. `snapshot` plans and copies, `copy_to_slab` finds the memory,
 `save` commits, `spill` writes past RAM where the state does not fit, to the tiers that `slower_tiers` tells of.
-`capture` has the modes of ``save(capture=)``; `moment` and `lazy` tell until when the arrays may be read.
+`pending` starts the saves of each ``save(capture=)``, and waits for those that go on behind the trainer; `capture` and
+`lazy` tell until when a save may read the arrays.
 """

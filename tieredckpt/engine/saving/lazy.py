@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.loop import EngineLoop, Latch
-from tieredckpt.engine.saving.moment import Moment
+from tieredckpt.engine.saving.capture import Capture
 from tieredckpt.engine.saving.snapshot import Digests, Located, Snapshot
 from tieredckpt.errors import Invalid, TieredCkptError
 from tieredckpt.tree.arrays import device_view, host_view
 from tieredckpt.tree.changes import before_each_step, stamp, version
 from tieredckpt.tree.leaf import ArrayLeaf
 
-__all__ = ["LazyMoment"]
+__all__ = ["DigestGuard", "LazyCapture"]
 
 _SAMPLE = 512
 """Bytes at either end of an array on the host that are compared."""
@@ -30,32 +31,33 @@ _SAMPLED_FROM = 4096
 """Bytes from which on an array is sampled; smaller ones are compared as a whole."""
 
 
-class LazyMoment(Moment):
-    """A save whose arrays stay as they are until `captured`.
+class DigestGuard:
+    """Digests of the arrays before the copy, to be compared with those of the copy (``lazy_guard = "digests"``)."""
 
-    Made on the trainer's thread. `copied` is the engine's; the rest may be called from any thread.
+    def __init__(self, leaves: Sequence[ArrayLeaf], digest: Callable[[Sequence[ArrayLeaf]], Digests]) -> None:
+        """Blocks, as ``digest`` does, which gives the digests of leaves as they are when it is called."""
+        self._leaves = {leaf.key: leaf for leaf in leaves}
+        self._digest = digest
+        self._before = digest(leaves)
+
+    async def changed(self, copied: Digests) -> list[str]:
+        """The arrays whose copied bytes are not those from before."""
+        # Of arrays that ranks divide, this rank copied a share, in other cells: compare what these arrays are now.
+        divided = dict.fromkeys(key for key, _, _ in self._before.keys() - copied.keys())
+        now = copied | await in_thread(self._digest, [self._leaves[key] for key in divided])
+        return [self._leaves[place[0]].array for place, digest in self._before.items() if now[place] != digest]
+
+
+class LazyCapture(Capture):
+    """The capture of a lazy save: copying, then *copied*, then *confirmed* by the trainer, who may change the arrays.
+
+    Made on the trainer's thread. `copied` and `ended` are the engine's; the rest may be called from any thread.
     """
 
-    def __init__(
-        self,
-        loop: EngineLoop,
-        step: int,
-        leaves: Sequence[ArrayLeaf],
-        digests: Digests | None,
-        digests_now: Callable[[Sequence[ArrayLeaf]], Awaitable[Digests]],
-    ) -> None:
-        """Look at the arrays as they are now.
-
-        Args:
-            loop: the engine's.
-            step: for messages.
-            leaves: what is saved.
-            digests: of the arrays as they are now, to be compared with those of the copy; None for no comparison.
-            digests_now: gives the digests of leaves later.
-        """
+    def __init__(self, loop: EngineLoop, step: int, leaves: Sequence[ArrayLeaf], guard: DigestGuard | None) -> None:
+        """Look at the arrays as they are now; ``loop`` is the engine's, and ``step`` for messages."""
         # Not the store's own `EngineLoop`: a store that nobody else refers to is to be closed.
-        self._loop, self._step, self._digests = EngineLoop(loop.thread), step, digests
-        self._digests_now = digests_now
+        self._loop, self._step, self._guard = EngineLoop(loop.thread), step, guard
         self._before = [(leaf, _look(leaf)) for leaf in leaves]
         self._copied = Latch()
         self._past_ram = False
@@ -63,39 +65,22 @@ class LazyMoment(Moment):
         self._error: Exception | None = None
         self._guards_outcome = threading.Lock()
         self._forget_steps = before_each_step(leaves, self._before_step)
-        self._stalled = 0.0
-
-    def returns(self, after: float) -> None:
-        """The trainer, which has waited so many seconds, goes on from here."""
-        self._stalled = after
 
     @property
-    def stall(self) -> float | None:
-        return self._stalled
-
-    @property
-    def may_copy_again(self) -> bool:
-        return not self._confirmed.is_open
+    def arrays_may_change(self) -> bool:
+        return self._confirmed.is_open
 
     # -- of the engine ------------------------------------------------------------------------------------
 
     async def copied(self, snapshot: Snapshot, located: Located, *, past_ram: bool) -> None:
         """Wait, after the copy, until the trainer has confirmed it. Raises `Invalid`, naming arrays that changed."""
         self._past_ram = past_ram
-        if self._digests is not None and not self._confirmed.is_open:
-            self._fail(await self._differ(self._digests, snapshot.digests_copied(located)))
+        if self._guard is not None and not self._confirmed.is_open:
+            self._fail(await self._guard.changed(snapshot.digests_copied(located)))
         self._copied.open()
         await _opened(self._confirmed)
         if self._error is not None:
             raise self._error
-
-    async def _differ(self, before: Digests, copied: Digests) -> list[str]:
-        """The arrays whose copied bytes are not those of ``before``."""
-        leaves = {leaf.key: leaf for leaf, _ in self._before}
-        # Of arrays that ranks divide, this rank copied a share, in other cells: compare what these arrays are now.
-        divided = dict.fromkeys(key for key, _, _ in before.keys() - copied.keys())
-        now = copied | await self._digests_now([leaves[key] for key in divided])
-        return [leaves[place[0]].array for place, digest in before.items() if now[place] != digest]
 
     def ended(self, error: Exception | None) -> None:
         """The save has ended, with that error if any: nobody needs to wait for its copy any more."""
@@ -105,13 +90,7 @@ class LazyMoment(Moment):
         self._forget_steps()
         self._copied.open()
         self._confirmed.open()
-        self._before = []  # whoever keeps the checkpoint keeps no arrays
-
-    async def resolve(self) -> None:
-        """As `captured`, where the trainer waits for a call of the store. Raises nothing."""
-        with suppress(TieredCkptError):
-            await _opened(self._copied)
-            self._confirm()
+        self._before, self._guard = [], None  # whoever keeps the checkpoint keeps no arrays
 
     # -- of the trainer -----------------------------------------------------------------------------------
 
@@ -142,11 +121,11 @@ class LazyMoment(Moment):
         with suppress(TieredCkptError):  # a save that failed has told so, and training goes on
             self.captured_blocking()
 
-    def _confirm(self, waited: float = 0.0) -> None:
+    def _confirm(self, waited: float) -> None:
         """Confirm the save, which is then committed, or fails. Raises its error."""
         with self._guards_outcome:
             if not self._confirmed.is_open:
-                self._stalled += waited
+                self.stall = (self.stall or 0.0) + waited
         if not self._confirmed.is_open:
             self._fail([leaf.array for leaf, before in self._before if not _is_as(leaf, before)])
             self._confirmed.open()

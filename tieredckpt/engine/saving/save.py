@@ -27,10 +27,10 @@ from tieredckpt._arguments import as_number
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
+from tieredckpt.engine.saving.capture import Capture
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, fill_slab
 from tieredckpt.engine.saving.frozen import FrozenCheck
 from tieredckpt.engine.saving.last_save import LastSave, Sighting
-from tieredckpt.engine.saving.moment import Moment
 from tieredckpt.engine.saving.outlet import Outlet
 from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
@@ -115,7 +115,7 @@ class Writer:
         *,
         overwrite: bool,
         origin: Origin | None,
-        moment: Moment,
+        capture: Capture,
         began: float | None = None,
     ) -> Saved:
         """Copy and commit one tree.
@@ -126,7 +126,7 @@ class Writer:
             metrics: finite or not, by name.
             overwrite: save a step number again that the branch has already.
             origin: the last restore before the save was called.
-            moment: when its arrays may be read.
+            capture: until when its arrays may be read.
             began: when (monotonic) work on the save began, if that was before this call.
 
         Raises:
@@ -147,10 +147,10 @@ class Writer:
                     with state.ram_gate.saving():
                         snapshot, seen, frozen = await self._snapshot(flat)
                     try:
-                        call = identity, flat, metrics, moment
+                        call = identity, flat, metrics, capture
                         tier, record, arrays = await self._save_once(snapshot, *call, refusals)
                     except Refused as refused:
-                        if not moment.may_copy_again:
+                        if capture.arrays_may_change:
                             raise refused.error from refused
                         if isinstance(refused.error, _MadeAnew) and not made_anew:
                             made_anew = True
@@ -176,7 +176,7 @@ class Writer:
             new_bytes = snapshot.new_bytes + snapshot.new_small
             seconds = time.monotonic() - begin
             self._state.observation.observe_save(
-                step, record.saved_at, seconds if moment.stall is None else moment.stall
+                step, record.saved_at, seconds if capture.stall is None else capture.stall
             )
         state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, new_bytes, seconds))
         # Wake the promoter after the trainer: this thread would keep the interpreter from the trainer's thread.
@@ -196,14 +196,14 @@ class Writer:
         identity: StepId,
         flat: Flat,
         metrics: Mapping[str, float],
-        moment: Moment,
+        capture: Capture,
         refusals: Mapping[str, TieredCkptError],
     ) -> tuple[Tier, StepRecord, dict[str, ArrayIndex]]:
         """Copy and commit to the nearest tier that has not refused; of a save that fails nothing stays behind."""
         async with AsyncExitStack() as until_committed:
             tier, ram, located, written = await self._place(snapshot, refusals, until_committed)
             try:
-                await moment.copied(snapshot, located, past_ram=ram is None)
+                await capture.copied(snapshot, located, past_ram=ram is None)
                 index = partial(self._index, identity, flat, snapshot, metrics, located)
                 if tier.in_memory:  # where the hand-over from thread to thread would take a good part of a commit
                     until_committed.enter_context(self._state.ram_gate.saving())

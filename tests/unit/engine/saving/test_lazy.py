@@ -24,8 +24,9 @@ from support.scenes import CHUNK, SOON, Heard, config, folder, new_shared_folder
 from tieredckpt import CheckpointStore, Closed, DeviceUnavailable, Invalid
 from tieredckpt.checkpoint import Checkpoint
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineThread
-from tieredckpt.engine.saving import capture, lazy, save
+from tieredckpt.engine.saving import lazy, save
 from tieredckpt.events import SaveFailed
 from tieredckpt.testing.devices import FakeArray, FakeDriver
 
@@ -226,14 +227,14 @@ async def test_captured_may_be_cancelled_and_asked_again(tiers: StoreConfig, hel
 
 async def test_a_lazy_save_that_is_cancelled_is_not_made(tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever cancelled it has no checkpoint to ask, and changes the arrays: nothing tells of their middle."""
-    caller, start = asyncio.get_running_loop(), capture.Captures._start
+    caller, save_flat = asyncio.get_running_loop(), Engine.save
     array = full(1)
 
-    def begun(*arguments: Any) -> Any:
+    def begun(*arguments: Any, **how: Any) -> Any:
         caller.call_soon_threadsafe(saving.cancel)
-        return start(*arguments)
+        return save_flat(*arguments, **how)
 
-    monkeypatch.setattr(capture.Captures, "_start", begun)
+    monkeypatch.setattr(Engine, "save", begun)
     async with CheckpointStore.open(tiers) as store:
         heard = Heard(store)
         saving = asyncio.ensure_future(store.save(1, {"w": array}, capture="lazy"))

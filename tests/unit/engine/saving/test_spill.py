@@ -20,8 +20,8 @@ from support.scenes import CHUNK, SOON, Heard, assert_restored, assert_same, con
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs import mapping
 from tieredckpt.blobs.ram import store as ram_module
-from tieredckpt.engine.saving.lazy import LazyMoment
-from tieredckpt.engine.saving.moment import Moment
+from tieredckpt.engine.saving.capture import Capture
+from tieredckpt.engine.saving.lazy import LazyCapture
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.slab_index import slab_size
@@ -253,17 +253,17 @@ async def test_ram_that_is_made_anew_under_a_save_takes_a_second_copy(
     alone: bool, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Promise 5: RAM works again, so that nothing has failed and no other tier is needed."""
-    copied = Moment.copied
+    copied = Capture.copied
 
-    async def copied_and_made_anew(moment: Any, *arguments: Any, **more: Any) -> None:
-        await copied(moment, *arguments, **more)
+    async def copied_and_made_anew(making: Any, *arguments: Any, **more: Any) -> None:
+        await copied(making, *arguments, **more)
         monkeypatch.undo()
         await store._life.engine._reconnect(store._life.engine.state.tiers[0])
 
     tiers = {"ram": ram(shared_memory)} | ({} if alone else {"disk": folder(tmp_path / "disk")})
     async with CheckpointStore.open(config(tiers, name="anew")) as store:
         heard = Heard(store)
-        monkeypatch.setattr(Moment, "copied", copied_and_made_anew)
+        monkeypatch.setattr(Capture, "copied", copied_and_made_anew)
         await (await store.save(1, state(1))).reached("ram")
         assert [event.tier for event in heard.of(StepSaved)] == ["ram"]
         assert not heard.of(TierFailed)
@@ -275,11 +275,11 @@ async def test_ram_that_is_made_anew_under_a_save_holds_no_step_of_bytes_that_ar
     opened: Any, shared_memory: Path, monkeypatch: pytest.MonkeyPatch, capture: Any
 ) -> None:
     """Promises 3 and 4: the copy is made once more, or if the arrays may have changed since, the save fails."""
-    kind = LazyMoment if capture == "lazy" else Moment
+    kind = LazyCapture if capture == "lazy" else Capture
     copied = kind.copied
 
-    async def copied_and_gone(moment: Any, *arguments: Any, **more: Any) -> None:
-        await copied(moment, *arguments, **more)
+    async def copied_and_gone(making: Any, *arguments: Any, **more: Any) -> None:
+        await copied(making, *arguments, **more)
         monkeypatch.undo()
         shutil.rmtree(shared_memory / "of-test" / "ram")
         await store._life.engine._reconnect(store._life.engine.state.tiers[0])
