@@ -195,6 +195,15 @@ def test_hyperparameters_that_no_store_takes_are_left_out_and_told_once(
     io._opened().store.close()
 
 
+def test_a_step_that_is_saved_again_takes_no_path_back_from_a_later_step(tmp_path: Path, shared_memory: Path) -> None:
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    for step, name in ((1, "1.ckpt"), (1, "last.ckpt"), (2, "last.ckpt"), (1, "again.ckpt")):
+        io.save_checkpoint({"global_step": step, "w": torch.ones(3)}, tmp_path / name)
+    steps = {name: io.load_checkpoint(tmp_path / f"{name}.ckpt")["global_step"] for name in ("1", "again", "last")}
+    assert steps == {"1": 1, "again": 1, "last": 2}
+    io._opened().store.close()
+
+
 def test_a_path_on_an_object_store_is_refused(tmp_path: Path, shared_memory: Path) -> None:
     io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     with pytest.raises(Invalid, match=r"s3://bucket/run/1\.ckpt.*as a tier"):

@@ -88,7 +88,10 @@ class NamedSteps:
         names = frozenset(checkpoint) if names is None else names
         before = self._saved.get(step) if rank is not None else self._before(step)
         if before is not None:
-            before.paths = {each: has for each, has in before.paths.items() if meant_by(each) or rank}
+            if not rank:
+                named = {each: meant_by(each) for each in before.paths}
+                names_it = {each for each, meant in named.items() if meant and meant[:2] == (step, before.serial)}
+                before.paths = {each: has for each, has in before.paths.items() if each in names_it}
             if rank is None and not self._fits(step, before, checkpoint, str(path)):
                 if step not in self._saved:
                     self.warn_of_an_earlier_fit(step, path)
