@@ -295,7 +295,7 @@ def test_sharded_checkpoints_are_loaded_by_another_number_of_ranks(
     assert all(path.is_file() for path in (tmp_path / "other" / "named").iterdir())
     with CheckpointStore.open(tmp_path / "disk", read_only=True).sync() as store:
         assert {info.step: info.serial for info in store.steps()}.items() >= {
-            named_steps.meant_by(path)[:2] for path in (tmp_path / "named").iterdir()
+            named_steps.reference_at(path)[:2] for path in (tmp_path / "named").iterdir()
         }
         (step,) = store.all_steps()[-1:]
         arrays = [array.key for array in store.describe(step).arrays]

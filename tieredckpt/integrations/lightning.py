@@ -40,7 +40,7 @@ from tieredckpt.config import load
 from tieredckpt.integrations._hyperparameters import Hyperparameters
 from tieredckpt.integrations._optimizers import with_groups_of
 from tieredckpt.integrations.dcp import TieredReader
-from tieredckpt.integrations.named_steps import PATHS, NamedSteps, check_local, meant_by
+from tieredckpt.integrations.named_steps import PATHS, NamedSteps, check_local, reference_at
 
 __all__ = ["RandomState", "TieredCheckpointIO", "TieredModelParallelStrategy"]
 
@@ -94,15 +94,15 @@ class TieredCheckpointIO(CheckpointIO):
         return self._load(path, map_location, resume=None)
 
     def _load(self, path: str | os.PathLike[str], map_location: Any, *, resume: bool | None) -> dict[str, Any]:
-        meant = meant_by(path)
-        if meant is None:
+        reference = reference_at(path)
+        if reference is None:
             found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, True)
             return found
         steps = self._opened()
-        meant = steps.there(path, meant)
-        parts = steps.look_up(path, meant)
-        keys = None if meant.only is None else [*parts]
-        restored = steps.store.restore(meant.step, keys=keys, as_="saved", resume=resume)
+        reference = steps.resolve(path, reference)
+        parts = steps.look_up(path, reference)
+        keys = None if reference.only is None else [*parts]
+        restored = steps.store.restore(reference.step, keys=keys, as_="saved", resume=resume)
         assert restored is not None
         restored.tree.pop(PATHS, None)
         return _placed(restored.tree, map_location)
@@ -142,7 +142,8 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
 
     def _opened(self) -> NamedSteps:
         if self._steps is None:
-            self._steps = NamedSteps(_open(self._source, ranks="auto", read_only=False))
+            store = _open(self._source, ranks="auto", read_only=False)
+            self._steps = NamedSteps(store, writes_files=self.is_global_zero)
         return self._steps
 
     def setup(self, trainer: Any) -> None:
@@ -167,22 +168,22 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         if self.is_global_zero and _is_sharded_checkpoint(Path(path)):  # where the file that names the step will lie
             super().remove_checkpoint(path)
         checkpoint = self._hyperparameters.storable(steps.store, checkpoint)
-        names = frozenset(checkpoint)
+        parts = frozenset(checkpoint)
         if not self.is_global_zero:  # values that are not sharded are saved by one rank
             checkpoint = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
-        steps.save(step, checkpoint, path, rank=self.global_rank, names=names)
+        steps.save_shards(step, checkpoint, str(path), parts)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path, meant = self.broadcast((checkpoint_path, meant_by(checkpoint_path)))
-        if meant is None:
+        path, reference = self.broadcast((checkpoint_path, reference_at(checkpoint_path)))
+        if reference is None:
             found: dict[str, Any] = super().load_checkpoint(path, True)
             return found
         steps = self._opened()
-        meant = self.broadcast(steps.there(path, meant) if self.is_global_zero else None)
-        step = meant.step
-        parts = steps.look_up(path, meant)
+        reference = self.broadcast(steps.resolve(path, reference) if self.is_global_zero else None)
+        step = reference.step
+        parts = steps.look_up(path, reference)
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
         grouped: list[dict[str, Any]] = []
         if self.optimizers and parts.get("optimizer_states"):

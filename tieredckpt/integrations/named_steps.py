@@ -1,4 +1,8 @@
-"""Steps named by small files, for frameworks that find, count and remove their checkpoints by paths."""
+"""Steps named by small files, for frameworks that find, count and remove their checkpoints by paths.
+
+A file at a path has a *reference* to a save of the store. The keys at the top of a framework's checkpoint are its
+*parts*; a reference may be to some of them only.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tieredckpt import Invalid, NoSpace, NotFound, SyncStore, TieredCkptError, TierUnavailable
+from tieredckpt import Invalid, NoSpace, NotFound, StepId, SyncStore, TieredCkptError, TierUnavailable
 from tieredckpt.integrations._durable import outlive_node
 
-__all__ = ["PATHS", "Meant", "NamedSteps", "check_local", "meant_by"]
+__all__ = ["PATHS", "NamedSteps", "Reference", "check_local", "reference_at"]
 
 _log = logging.getLogger("tieredckpt")
 _STEP = "tieredckpt"
@@ -31,8 +35,8 @@ PATHS = "named_at"
 """The key in the tree of a step that is not the framework's: the paths at which it is named."""
 
 
-class Meant(NamedTuple):
-    """Content of the file at a path."""
+class Reference(NamedTuple):
+    """Content of a file that names a step."""
 
     step: int
     serial: int
@@ -41,81 +45,90 @@ class Meant(NamedTuple):
     paths: tuple[str, ...]
     """The paths at which the save is named."""
 
+    @property
+    def save(self) -> StepId:
+        return StepId(self.serial, self.step)
+
 
 @dataclass
-class _Saved:
-    """The save of a step that its paths mean."""
+class _NamedSave:
+    """A save of a step, and where it is named."""
 
-    serial: int
-    names: frozenset[str]
+    id: StepId
+    parts: frozenset[str]
     paths: dict[str, frozenset[str]]
-    """Paths of the files that name the step, and the keys that were saved there."""
+    """Paths of the files that name it, and the parts that were saved there."""
 
 
 class NamedSteps:
     """A store whose steps are found by paths."""
 
-    def __init__(self, store: SyncStore) -> None:
+    def __init__(self, store: SyncStore, *, writes_files: bool = True) -> None:
+        """``writes_files``: whether this process names the steps; of several ranks, one does."""
         self.store = store
-        self._saved: dict[int, _Saved] = {}
-        self._removed: dict[tuple[int, int], set[str]] = {}
-        """Steps, with their serials, that lost a name and that the store has yet to delete; with their other paths."""
+        self._writes_files = writes_files
+        self._saved: dict[int, _NamedSave] = {}
+        """The saves of this fit, by step."""
+        self._unnamed: dict[StepId, set[str]] = {}
+        """Saves that lost a path and are to be deleted, unless one of these other paths names them."""
 
-    def save(
-        self,
-        step: int,
-        checkpoint: Mapping[str, Any],
-        path: str | os.PathLike[str],
-        rank: int | None = None,
-        names: frozenset[str] | None = None,
-    ) -> bool:
+    def save(self, step: int, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> bool:
         """Save a step and name it at ``path``; a failure of the store is only a warning, and the training goes on.
 
         Lightning saves one step under several paths. A save with fewer parts than the one before, such as weights only,
         becomes a name for these parts of it. A save with as many parts or more replaces the one before if the tensors
         of both are equal, since the other paths then name the same values.
 
-        Args:
-            step, checkpoint, path: of Lightning.
-            rank: of several that save their shards.
-            names: of the parts of the checkpoint, if this rank does not have all of them.
-
         Returns:
             False if the checkpoint was not saved: it neither extends the save of this step (by this fit or an earlier
-            one) nor is a part of it, or it has other tensors in a part. With several ranks, ask `is_of_an_earlier_fit`
-            before.
+            one) nor is a part of it, or it has other tensors in a part.
         """
-        names = frozenset(checkpoint) if names is None else names
-        before = self._saved.get(step) if rank is not None else self._before(step)
-        if before is not None:
-            if not rank:
-                named = {each: meant_by(each) for each in before.paths}
-                names_it = {each for each, meant in named.items() if meant and meant[:2] == (step, before.serial)}
-                before.paths = {each: has for each, has in before.paths.items() if each in names_it}
-            if rank is None and not self._fits(step, before, checkpoint, str(path)):
-                if step not in self._saved:
-                    self.warn_of_an_earlier_fit(step, path)
-                return False
-            if names < before.names:
-                self._name(step, before, str(path), names, rank)
-                return True
-        paths = {**({} if before is None else before.paths), str(path): names}
-        tree = dict(checkpoint) if rank else {**checkpoint, PATHS: list(paths)}
-        try:
-            made = self.store.save(step, tree, overwrite=True)
-        except (NoSpace, TierUnavailable) as error:
-            _log.warning("step %d was not saved, %s does not name it, training goes on: %s", step, path, error)
-            return True
-        saved = made.saved
-        assert saved is not None
-        if saved.skipped:
-            _log.warning("step %d was not saved, %s does not name it: %s", step, path, saved.skipped)
-            return True
-        self._saved[step] = _Saved(saved.step.serial, names, paths)
-        self._name(step, self._saved[step], str(path), names, rank)
-        if _LAST_BEFORE_THE_END.fullmatch(Path(path).name) and not rank:
-            outlive_node(self.store, made)
+        before = self._of_an_earlier_fit(step) if self.is_of_an_earlier_fit(step) else self._of_this_fit(step)
+        if before is not None and not self._fits(before, checkpoint, str(path)):
+            if step not in self._saved:
+                self.warn_of_an_earlier_fit(step, path)
+            return False
+        self._save(step, checkpoint, str(path), frozenset(checkpoint), before)
         return True
+
+    def save_shards(self, step: int, checkpoint: Mapping[str, Any], path: str, parts: frozenset[str]) -> None:
+        """`save` of one of several ranks; ``parts`` are those of all ranks. Ask `is_of_an_earlier_fit` before."""
+        self._save(step, checkpoint, path, parts, self._of_this_fit(step))
+
+    def _save(
+        self, step: int, checkpoint: Mapping[str, Any], path: str, parts: frozenset[str], before: _NamedSave | None
+    ) -> None:
+        if before is not None and parts < before.parts:
+            before.paths[path] = parts
+            self._name(before, path)
+            return
+        paths = {**({} if before is None else before.paths), path: parts}
+        listed = {PATHS: list(paths)} if self._writes_files else {}
+        why: object
+        try:
+            made = self.store.save(step, {**checkpoint, **listed}, overwrite=True)
+            why = made.skipped
+        except (NoSpace, TierUnavailable) as error:
+            why = error
+        if why:
+            _log.warning("step %d was not saved, %s does not name it, training goes on: %s", step, path, why)
+            return
+        assert made.saved is not None
+        self._saved[step] = _NamedSave(made.saved.step, parts, paths)
+        self._name(self._saved[step], path)
+        if self._writes_files and _LAST_BEFORE_THE_END.fullmatch(Path(path).name):
+            outlive_node(self.store, made)
+
+    def _name(self, save: _NamedSave, path: str) -> None:
+        """Write the files that name a save, of which ``path`` is new, and delete the save that it named before."""
+        if not self._writes_files:
+            return
+        lost = reference_at(path)
+        for each, parts in save.paths.items():
+            only = tuple(parts) if parts < save.parts else None
+            _write(each, Reference(save.id.step, save.id.serial, only, tuple(save.paths)))
+        # Of another step, as when Lightning writes over a file.
+        self._delete_unnamed(lost if lost and lost.step != save.id.step else None)
 
     def is_of_an_earlier_fit(self, step: int) -> bool:
         """Whether the store has a save of this number that this fit did not make."""
@@ -128,41 +141,46 @@ class NamedSteps:
             *(path, step),
         )
 
-    def _before(self, step: int) -> _Saved | None:
-        """The save of a step by this fit or an earlier one, without files that do not name it any more."""
-        if not self.is_of_an_earlier_fit(step):
-            return self._saved.get(step)
+    def _of_this_fit(self, step: int) -> _NamedSave | None:
+        """The save of a step by this fit, without paths whose files do not name it any more."""
+        save = self._saved.get(step)
+        if save is not None and self._writes_files:
+            found = {path: reference_at(path) for path in save.paths}
+            save.paths = {path: save.paths[path] for path, named in found.items() if named and named.save == save.id}
+        return save
+
+    def _of_an_earlier_fit(self, step: int) -> _NamedSave:
         try:
             found = self.store.restore(step, as_="specs", resume=False)
-            serial, named = self._named(step)
+            save, references = self._references(step)
         except TieredCkptError:
-            return _Saved(0, frozenset(), {})  # nothing is known of it
-        names = frozenset(() if found is None else found.tree) - {PATHS}
-        paths = {path: names if meant.only is None else frozenset(meant.only) for path, meant in named.items()}
-        return _Saved(serial, names, paths)
+            return _NamedSave(StepId(0, step), frozenset(), {})  # nothing is known of it
+        parts = frozenset(() if found is None else found.tree) - {PATHS}
+        paths = {path: parts if named.only is None else frozenset(named.only) for path, named in references.items()}
+        return _NamedSave(save, parts, paths)
 
-    def _named(self, step: int, paths: Collection[str] = ()) -> tuple[int, dict[str, Meant]]:
-        """Serial of the save that the store gives for a step, and the files that name that save: of ``paths``, of those
-        that the step lists, and of those that these list. Raises as ``describe``, and `TierUnavailable` where a file
-        cannot be read.
+    def _references(self, step: int, paths: Collection[str] = ()) -> tuple[StepId, dict[str, Reference]]:
+        """The save that the store gives for a step, and the references to it: at ``paths``, at those that the step
+        lists, and at those that these list. Raises as ``describe``, and `TierUnavailable` where a file cannot be read.
         """
         found = self.store.describe(step, keys=[PATHS])
         listed = {*paths, *map(str, found.scalars.values())}
-        listed.update(*(meant.paths for each in listed if (meant := _meant_for_sure(each))))
-        meant_at = {each: meant for each in listed if (meant := _meant_for_sure(each))}
-        serial = found.info.serial
-        return serial, {each: meant for each, meant in meant_at.items() if meant[:2] == (step, serial)}
+        listed.update(*(named.paths for each in listed if (named := _read(each))))
+        references = {each: named for each in listed if (named := _read(each))}
+        save = StepId(found.info.serial, step)
+        return save, {each: named for each, named in references.items() if named.save == save}
 
-    def _fits(self, step: int, before: _Saved, checkpoint: Mapping[str, Any], path: str) -> bool:
+    def _fits(self, before: _NamedSave, checkpoint: Mapping[str, Any], path: str) -> bool:
         """Whether a checkpoint is a part of the save before, or can replace it and leave the other paths their
         tensors.
         """
+        step = before.id.step
         if step not in self._saved and not before.paths:
             return False  # files that the step does not list may name parts of it
-        if before.names - checkpoint.keys():
-            return checkpoint.keys() < before.names and self._same(step, checkpoint)
+        if before.parts - checkpoint.keys():
+            return checkpoint.keys() < before.parts and self._same(step, checkpoint)
         others = before.paths.keys() - {path}
-        return not others or self._same(step, {name: checkpoint[name] for name in before.names})
+        return not others or self._same(step, {name: checkpoint[name] for name in before.parts})
 
     def _same(self, step: int, checkpoint: Mapping[str, Any]) -> bool:
         """Whether the tensors of a checkpoint are those of the step, which a callback may have replaced in it."""
@@ -172,65 +190,52 @@ class NamedSteps:
             return False
         return found is not None and _equal(found.tree, checkpoint)
 
-    def _name(self, step: int, saved: _Saved, path: str, names: frozenset[str], rank: int | None) -> None:
-        saved.paths[path] = names
-        if rank:
-            return
-        before = meant_by(path)
-        for each, has in saved.paths.items():
-            _name(each, Meant(step, saved.serial, tuple(has) if has < saved.names else None, tuple(saved.paths)))
-        if before is not None and before.step != step:  # as when Lightning writes over a file
-            self._removed.setdefault((before.step, before.serial), set()).update(before.paths)
-        self._delete()
-
-    def there(self, path: str | os.PathLike[str], meant: Meant) -> Meant:
-        """``meant``, or the save that ``path`` named before it, if the store has lost ``meant``.
+    def resolve(self, path: str | os.PathLike[str], reference: Reference) -> Reference:
+        """``reference``, or if the store has lost its save, one to the save that ``path`` named before.
 
         A store loses a save with its node, before a slower tier has it. With several ranks, one calls this.
         """
-        held = {(info.step, info.serial): info for info in self.store.steps() if info.tiers}
-        if meant[:2] in held or not all(tier.healthy for tier in self.store.tier_infos()):
-            return meant
-        before = [info for info in held.values() if info.serial < meant.serial and not info.off_branch]
-        for info in sorted(before, key=lambda info: info.serial, reverse=True):
+        held = {StepId(info.serial, info.step): info for info in self.store.steps() if info.tiers}
+        if reference.save in held or not all(tier.healthy for tier in self.store.tier_infos()):
+            return reference
+        before = [save for save, info in held.items() if save.serial < reference.serial and not info.off_branch]
+        for serial, step in sorted(before, reverse=True):
             with suppress(TieredCkptError):
-                listed = self.store.describe(info.step, keys=[PATHS], serial=info.serial).scalars.values()
+                listed = self.store.describe(step, keys=[PATHS], serial=serial).scalars.values()
                 if os.path.abspath(path) in map(os.path.abspath, map(str, listed)):
                     _log.warning(
                         "%s names step %d, which the store does not have: it takes step %d, which it named before",
-                        *(path, meant.step, info.step),
+                        *(path, reference.step, step),
                     )
-                    return meant._replace(step=info.step, serial=info.serial)
-        return meant
+                    return reference._replace(step=step, serial=serial)
+        return reference
 
-    def look_up(self, path: str | os.PathLike[str], meant: Meant) -> dict[str, Any]:
+    def look_up(self, path: str | os.PathLike[str], reference: Reference) -> dict[str, Any]:
         """The parts of its step that ``path`` names, with specs in place of arrays; all ranks call it.
 
         Raises `NotFound` where the store has another save of that number, or none.
         """
         try:
-            found = self.store.restore(meant.step, as_="specs", resume=False)
+            found = self.store.restore(reference.step, as_="specs", resume=False)
         except NotFound:
             found = None
-        if found is None or found.serial != meant.serial:
+        if found is None or found.serial != reference.serial:
             raise NotFound(
-                f"{path} names step {meant.step} (serial {meant.serial}), which the store does not have any more: its "
-                f'retention took it (set retain = "all"; Lightning removes what it does not need), or another '
-                f"program saved the step again"
+                f"{path} names {reference.save}, which the store does not have any more: its retention took it (set "
+                f'retain = "all"; Lightning removes what it does not need), or another program saved the step again'
             )
-        return {name: part for name, part in found.tree.items() if meant.only is None or name in meant.only}
+        return {name: part for name, part in found.tree.items() if reference.only is None or name in reference.only}
 
     def remove(self, path: str | os.PathLike[str]) -> bool:
         """Remove ``path``, and delete its step as soon as the store permits it, unless another path names the step.
 
         Returns False for a path that names no step.
         """
-        meant = meant_by(path)
-        if meant is None:
+        reference = reference_at(path)
+        if reference is None:
             return False
         Path(path).unlink()
-        self._removed.setdefault((meant.step, meant.serial), set()).update(meant.paths)
-        self._delete()
+        self._delete_unnamed(reference)
         return True
 
     def flush(self) -> None:
@@ -238,22 +243,24 @@ class NamedSteps:
             self.store.flush()
         except TieredCkptError as error:
             _log.warning("the store does not have everything where it should be: %s", error)
-        self._delete()
+        self._delete_unnamed()
         self._saved.clear()
 
-    def _delete(self) -> None:
-        """Delete the removed steps that the store can do without by now: a later step is as safe."""
-        for (step, serial), paths in sorted(self._removed.items()):
+    def _delete_unnamed(self, lost: Reference | None = None) -> None:
+        """Delete the saves that no path names, when a later step is as safe; ``lost`` was at a path until now."""
+        if lost is not None:
+            self._unnamed.setdefault(lost.save, set()).update(lost.paths)
+        for save, paths in sorted(self._unnamed.items()):
             try:
-                there, named = self._named(step, paths)
-                if there == serial and not named:
-                    self.store.delete(step)
+                found, references = self._references(save.step, paths)
+                if found == save and not references:
+                    self.store.delete(save.step)
             except NotFound:
                 pass
             except TieredCkptError as error:
-                _log.debug("step %d stays in the store for now: %s", step, error)
+                _log.debug("step %d stays in the store for now: %s", save.step, error)
                 continue
-            del self._removed[step, serial]
+            del self._unnamed[save]
 
 
 def _equal(stored: Any, live: Any) -> bool:
@@ -280,23 +287,25 @@ def check_local(path: str | os.PathLike[str]) -> None:
         )
 
 
-def _name(path: str, meant: Meant) -> None:
+def _write(path: str, reference: Reference) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(f"{path}.tmp")  # by one process, which overwrites the rest of a killed one
-    unfinished.write_text(json.dumps({_STEP: meant._asdict()}) + "\n")
+    unfinished.write_text(json.dumps({_STEP: reference._asdict()}) + "\n")
     unfinished.replace(path)
 
 
-def meant_by(path: str | os.PathLike[str]) -> Meant | None:
+def reference_at(path: str | os.PathLike[str]) -> Reference | None:
     """Read the file at ``path`` that names a step; None if it is missing, not ours, or cannot be read."""
     try:
-        return _meant_for_sure(path)
+        return _read(path)
     except TierUnavailable:
         return None
 
 
-def _meant_for_sure(path: str | os.PathLike[str]) -> Meant | None:
-    """As `meant_by`, for code that deletes unnamed steps. Raises `TierUnavailable` where the file cannot be read."""
+def _read(path: str | os.PathLike[str]) -> Reference | None:
+    """As `reference_at`, for code that deletes saves without a path. Raises `TierUnavailable` where the file cannot be
+    read.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(_LARGEST)
@@ -307,6 +316,6 @@ def _meant_for_sure(path: str | os.PathLike[str]) -> Meant | None:
     try:
         ours = json.loads(content)[_STEP]
         only = None if ours.get("only") is None else tuple(map(str, ours["only"]))
-        return Meant(int(ours["step"]), int(ours["serial"]), only, tuple(map(str, ours.get("paths", ()))))
+        return Reference(int(ours["step"]), int(ours["serial"]), only, tuple(map(str, ours.get("paths", ()))))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
