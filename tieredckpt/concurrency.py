@@ -12,15 +12,15 @@ from tieredckpt.errors import TierUnavailable
 
 __all__ = [
     "begun_on_own_thread",
+    "being_cancelled",
     "in_thread",
-    "left_behind_after",
     "note",
     "on_own_thread",
+    "on_own_thread_within",
     "outlast",
     "run_for",
     "shielded",
     "together",
-    "told_to_end",
     "until_done",
     "whole",
 ]
@@ -81,7 +81,7 @@ def run_for(outcome: Future[T], function: Callable[..., T], *arguments: Any) -> 
         outcome.set_result(result)
 
 
-async def left_behind_after(seconds: float, tier: str, what: str, function: Callable[..., T], *arguments: Any) -> T:
+async def on_own_thread_within(seconds: float, tier: str, what: str, function: Callable[..., T], *arguments: Any) -> T:
     """Run ``function(*arguments)`` on its own daemon thread; stop waiting if it hangs in the device.
 
     Raises `TierUnavailable` when it has not ended in ``seconds``. A cancellation stops the waiting at once, so the
@@ -126,7 +126,7 @@ async def outlast(running: asyncio.Future[Any]) -> None:
         raise cancelled
 
 
-def told_to_end() -> bool:
+def being_cancelled() -> bool:
     """Whether the current task was cancelled while the call that it awaited raised another error.
 
     For loops that go on after errors: asyncio raises a cancellation once, and here that error replaced it.

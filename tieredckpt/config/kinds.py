@@ -28,7 +28,7 @@ from pydantic import BeforeValidator, SerializeAsAny, ValidationError, Validatio
 from tieredckpt import _registry
 from tieredckpt._redact import redacted
 from tieredckpt._registry import the_kind
-from tieredckpt.concurrency import left_behind_after
+from tieredckpt.concurrency import on_own_thread_within
 from tieredckpt.config.tiers import RamTier, TierConfig
 from tieredckpt.errors import Invalid
 from tieredckpt.settings import Problem, did_you_mean, problems, refusal
@@ -193,7 +193,9 @@ def kind_of_url(url: str) -> TierKind[Any]:
 
 async def exists(tier: TierConfig) -> bool:
     """Whether a store may be at a tier; False is certain. Raises `TierUnavailable` after the tier's deadline."""
-    return await left_behind_after(tier.deadline, tier.name, f"looking for {tier.location}", kind_of(tier).exists, tier)
+    return await on_own_thread_within(
+        tier.deadline, tier.name, f"looking for {tier.location}", kind_of(tier).exists, tier
+    )
 
 
 @functools.cache

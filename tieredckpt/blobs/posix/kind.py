@@ -26,7 +26,7 @@ from tieredckpt.blobs.posix.system import (
     name_of,
     nearest,
 )
-from tieredckpt.concurrency import left_behind_after
+from tieredckpt.concurrency import on_own_thread_within
 from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.shared_tiers import LustreTier, NfsTier, Striping
 from tieredckpt.config.tiers import FolderTier, PosixTier
@@ -51,7 +51,7 @@ def folder_kind(config: type[C], stated: int | None = None, system: System = SYS
 
     async def open_folder(tier: C, /, *, read_only: bool = False) -> BlobStore:
         make = partial(_make, tier, system, stated, read_only=read_only)
-        return await left_behind_after(tier.deadline, tier.name, f"opening {tier.path}", make)
+        return await on_own_thread_within(tier.deadline, tier.name, f"opening {tier.path}", make)
 
     return TierKind(
         config=config,

@@ -9,7 +9,7 @@ import asyncio
 from pathlib import Path
 
 from tieredckpt.blobs.ram.owner import Place, look_at
-from tieredckpt.concurrency import left_behind_after
+from tieredckpt.concurrency import on_own_thread_within
 from tieredckpt.config import StoreConfig, TierConfig
 from tieredckpt.config.kinds import kind_of
 from tieredckpt.config.tiers import normal
@@ -30,6 +30,6 @@ async def place_of(tier: TierConfig) -> Place | None:
     if not isinstance(where, Path):
         return Place(location=where) if where else None
     try:
-        return await left_behind_after(tier.deadline, tier.name, f"looking at {where}", look_at, where)
+        return await on_own_thread_within(tier.deadline, tier.name, f"looking at {where}", look_at, where)
     except TierUnavailable:
         return Place(location=normal(where), configured=normal(where))

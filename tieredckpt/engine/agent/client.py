@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tieredckpt.concurrency import in_thread, outlast, shielded, told_to_end
+from tieredckpt.concurrency import being_cancelled, in_thread, outlast, shielded
 from tieredckpt.engine import limits
 from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.deltas import VERSION, RamDelta, adopt_tier, event_of, settings_of
@@ -156,7 +156,7 @@ class AgentClient:
     # -- meeting agents -----------------------------------------------------------------------------------
 
     async def _meet(self, sock: socket.socket) -> None:
-        while not told_to_end():
+        while not being_cancelled():
             try:
                 wire = await accept(sock)
             except Conflict as error:
@@ -298,7 +298,7 @@ class AgentClient:
     # -- deltas and requests ------------------------------------------------------------------------------
 
     async def _keep_sending(self) -> None:
-        while not told_to_end():
+        while not being_cancelled():
             self._send_delta()
             await self._state.changed.wait()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tieredckpt.concurrency import in_thread, told_to_end
+from tieredckpt.concurrency import being_cancelled, in_thread
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine import limits
 from tieredckpt.engine.agent.process import AgentProcess, lives
@@ -52,7 +52,7 @@ class Supervisor:
     async def run(self) -> None:
         """Work until cancelled."""
         failures, brief, since = 0, 0, time.monotonic()
-        while not told_to_end():
+        while not being_cancelled():
             if self._ready():
                 began = time.monotonic()
                 await self._changed.until(lambda: not self._ready())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tieredckpt.blobs.posix.stream import Blocks
-from tieredckpt.concurrency import in_thread, note, on_own_thread, outlast, told_to_end
+from tieredckpt.concurrency import being_cancelled, in_thread, note, on_own_thread, outlast
 from tieredckpt.config.exports import ExportConfig
 from tieredckpt.config.formats import Format, format_named
 from tieredckpt.engine import limits
@@ -100,7 +100,7 @@ class Exporter:
     async def run(self) -> None:
         """Work until cancelled. What fails is reported and retried, never raised."""
         try:
-            while not told_to_end():
+            while not being_cancelled():
                 for export in self._exports:
                     await self._look(export)
                 found = self._next()

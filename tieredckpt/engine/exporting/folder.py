@@ -15,7 +15,7 @@ from typing import TypeVar
 from tieredckpt.blobs.posix.files import is_full, sync_folder
 from tieredckpt.blobs.posix.stream import Blocks, StreamedFile, new_file
 from tieredckpt.blobs.posix.transfer import Stopped
-from tieredckpt.concurrency import left_behind_after, told_to_end
+from tieredckpt.concurrency import being_cancelled, on_own_thread_within
 from tieredckpt.engine import limits
 from tieredckpt.engine.exporting import places
 from tieredckpt.engine.exporting.places import LARGEST_RECORD, RECORD, Record
@@ -119,7 +119,7 @@ class Folder:
         """Run ``function(*arguments)`` on a thread, which is left behind if the file system hangs."""
         left = threading.Event()
         try:
-            return await left_behind_after(within, str(self._path), what, self._in_turn, left, function, *arguments)
+            return await on_own_thread_within(within, str(self._path), what, self._in_turn, left, function, *arguments)
         finally:
             left.set()
 
@@ -157,7 +157,7 @@ class Folder:
             yield writing
         finally:
             writing.give_up()
-            within = limits.in_force.export_gives_up if told_to_end() else _ANSWERS_WITHIN
+            within = limits.in_force.export_gives_up if being_cancelled() else _ANSWERS_WITHIN
             await self.run("the end of an export", shutil.rmtree, beside, True, within=within)
 
     def _begin(self, to: Path, before: Record | None) -> Path:

@@ -22,7 +22,7 @@ from tieredckpt.blobs.ram.folder import RANK_FOLDER, keep_earlier_versions_out, 
 from tieredckpt.blobs.ram.owner import Owner, Place, is_removed, read_owner, write_owner
 from tieredckpt.blobs.ram.places import place_of, places_of
 from tieredckpt.blobs.ram.store import RamStore
-from tieredckpt.concurrency import in_thread, left_behind_after, told_to_end
+from tieredckpt.concurrency import being_cancelled, in_thread, on_own_thread_within
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.ram_choice import is_copy, is_of_ram_alone, notes
 from tieredckpt.engine.state.state import State
@@ -79,7 +79,7 @@ async def _judged(config: StoreConfig, found: FoundRam) -> FoundRam:
 async def judged_within(seconds: float, found: FoundRam) -> FoundRam:
     """Check which of the places that RAM notes still hold its store; a place that is too slow counts as holding it."""
     try:
-        return await left_behind_after(seconds, "ram", f"looking whose {found.folder} is", judged, found)
+        return await on_own_thread_within(seconds, "ram", f"looking whose {found.folder} is", judged, found)
     except TierUnavailable:
         assert found.owner is not None
         return msgspec.structs.replace(found, holding=tuple(place.location for place in found.owner.places))
@@ -246,7 +246,7 @@ async def _noted(state: State, tier: Tier, known: dict[str, Place]) -> Place | N
 async def keep_noted(state: State) -> None:
     """Write the note again whenever another tier becomes known, until cancelled."""
     noted: list[bool] | None = None  # what came while the store was opened may not be noted yet
-    while not told_to_end():
+    while not being_cancelled():
         known = [tier.marker is not None for tier in state.tiers[1:]]
         if known != noted:
             await note_owner(state)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from tieredckpt.concurrency import told_to_end
+from tieredckpt.concurrency import being_cancelled
 from tieredckpt.engine import limits
 from tieredckpt.engine.opening.catalog_write import write_catalog
 from tieredckpt.engine.state.state import State
@@ -22,7 +22,7 @@ _log = logging.getLogger("tieredckpt")
 
 async def renew_lease(state: State, tier: Tier) -> None:
     """Keep the lease of a tier from running out, until cancelled."""
-    while not told_to_end():
+    while not being_cancelled():
         await asyncio.sleep(state.config.lease_ttl / 3)
         if tier.lease is None or not tier.answers:
             continue
@@ -38,7 +38,7 @@ async def renew_lease(state: State, tier: Tier) -> None:
 
 async def keep_tidy(grace: float, collect: Callable[[], Awaitable[object]]) -> None:
     """Reclaim garbage of crashes and repairs; none is old enough before the grace period is over."""
-    while not told_to_end():
+    while not being_cancelled():
         await asyncio.sleep(grace)
         try:
             await collect()
@@ -50,7 +50,7 @@ async def keep_tidy(grace: float, collect: Callable[[], Awaitable[object]]) -> N
 
 async def read_again(tier: Tier, look_again: Callable[[StepId, Tier], Awaitable[None]]) -> None:
     """Read steps again that could not be read though their tier works, until cancelled."""
-    while not told_to_end():
+    while not being_cancelled():
         await asyncio.sleep(limits.in_force.last_retry)
         for step, problem in tuple(tier.steps.damaged.items()):
             if not isinstance(problem, Unreadable) or not tier.answers:
@@ -65,7 +65,7 @@ async def read_again(tier: Tier, look_again: Callable[[StepId, Tier], Awaitable[
 
 async def keep_catalogued(tier: Tier) -> None:
     """Write catalogs of what comes to a tier, until cancelled, so that the next opening need not read it."""
-    while not told_to_end():
+    while not being_cancelled():
         await catalogue(tier)
         await asyncio.sleep(limits.in_force.catalog_interval)
 

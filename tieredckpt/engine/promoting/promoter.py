@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tieredckpt.blobs.base import Outgrown
-from tieredckpt.concurrency import told_to_end
+from tieredckpt.concurrency import being_cancelled
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
@@ -114,7 +114,7 @@ class Promoter:
 
     async def run(self) -> None:
         """Work until cancelled. Errors of the tier are reported and retried, never raised."""
-        while not told_to_end():
+        while not being_cancelled():
             try:
                 if self.tier.health.error is not None:
                     # Nothing but time brings a failed tier back.

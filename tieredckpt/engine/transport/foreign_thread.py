@@ -16,7 +16,7 @@ from weakref import WeakSet
 from tieredckpt.concurrency import run_for
 from tieredckpt.errors import Closed
 
-__all__ = ["Aside"]
+__all__ = ["ForeignThread"]
 
 T = TypeVar("T")
 
@@ -24,8 +24,8 @@ _AT_EXIT = 2.0
 """Seconds that an exiting process gives all calls together to come back."""
 
 
-class Aside:
-    """Runs calls one after the other on a daemon thread: an exiting process does not wait for it for long.
+class ForeignThread:
+    """Runs calls of a library one after the other on a daemon thread: an exiting process does not wait for it for long.
 
     The thread begins with the first call.
     """
@@ -72,7 +72,7 @@ class Aside:
             del call  # it holds what its caller gave it
 
 
-_living: WeakSet[Aside] = WeakSet()
+_living: WeakSet[ForeignThread] = WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_living.clear)  # they are the parent's
 
@@ -81,8 +81,8 @@ if hasattr(os, "register_at_fork"):
 def _end_all() -> None:
     """End all threads at exit: one that returns from a foreign library later may abort the process."""
     deadline = time.monotonic() + _AT_EXIT
-    asides = list(_living)
-    for aside in asides:
-        aside.close()
-    for aside in asides:
-        aside.join(max(0.0, deadline - time.monotonic()))
+    threads = list(_living)
+    for thread in threads:
+        thread.close()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

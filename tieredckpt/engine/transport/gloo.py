@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from tieredckpt.concurrency import in_thread, shielded, whole
 from tieredckpt.engine.ranks.communicator import Communicator
-from tieredckpt.engine.transport.foreign_thread import Aside
+from tieredckpt.engine.transport.foreign_thread import ForeignThread
 from tieredckpt.errors import Closed, RanksUnavailable
 
 __all__ = ["GlooBulk"]
@@ -45,7 +45,7 @@ class _Lane:
     """
 
     def __init__(self) -> None:
-        self._aside = Aside("tieredckpt gloo")
+        self._thread = ForeignThread("tieredckpt gloo")
         self._pieces: list[torch.Tensor] = []
         self._number = 0
 
@@ -57,7 +57,7 @@ class _Lane:
         return self._pieces[self._number % len(self._pieces)]
 
     async def call(self, deadline: float, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await self._aside.call(function, *arguments, timeout=max(0.0, deadline - time.monotonic()))
+        return await self._thread.call(function, *arguments, timeout=max(0.0, deadline - time.monotonic()))
 
     async def wait(self, deadline: float, work: Any) -> None:
         await self.call(deadline, self._wait, work, deadline)
@@ -67,7 +67,7 @@ class _Lane:
         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def close(self) -> None:
-        self._aside.close()
+        self._thread.close()
 
 
 class GlooBulk:
@@ -89,7 +89,7 @@ class GlooBulk:
         self._idle: list[_Lane] = []
         self._turns: WeakValueDictionary[tuple[str, int, int], asyncio.Lock] = WeakValueDictionary()
         self._running: set[asyncio.Task[None]] = set()
-        self._ending = Aside("tieredckpt gloo's end")
+        self._ending = ForeignThread("tieredckpt gloo's end")
         self._closed = False
         _living.add(self)
 

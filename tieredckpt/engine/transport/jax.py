@@ -11,7 +11,7 @@ from typing import Any
 
 from jax._src import distributed
 
-from tieredckpt.engine.transport.foreign_thread import Aside
+from tieredckpt.engine.transport.foreign_thread import ForeignThread
 from tieredckpt.engine.transport.mailbox import Mailbox
 from tieredckpt.errors import Invalid, RanksUnavailable
 
@@ -42,7 +42,7 @@ class _Service:
     def __init__(self, client: Any, folder: str) -> None:
         self._client = client
         self._folder = folder
-        self._aside = Aside("tieredckpt service of jax")
+        self._thread = ForeignThread("tieredckpt service of jax")
         self._kept: dict[str, list[bytes]] = {}
         """By mailbox, what was taken by a call that failed or came too late."""
         self._taken: set[str] = set()
@@ -59,11 +59,11 @@ class _Service:
         await self.take(mailbox)
 
     async def close(self) -> None:
-        self._aside.close()
+        self._thread.close()
 
     async def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
-            await self._aside.call(function, *arguments, timeout=_CALL_TIMEOUT)
+            await self._thread.call(function, *arguments, timeout=_CALL_TIMEOUT)
         except (RuntimeError, TimeoutError) as error:  # JAX's own is a RuntimeError
             raise RanksUnavailable(f"the key-value service of jax.distributed does not answer: {error}") from error
 

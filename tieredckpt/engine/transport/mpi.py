@@ -25,7 +25,7 @@ from tieredckpt._decoders import msgpack_decoder
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.ranks.communicator import exchange, node_of_this_process
 from tieredckpt.engine.ranks.inbox import Inbox
-from tieredckpt.engine.transport.foreign_thread import Aside
+from tieredckpt.engine.transport.foreign_thread import ForeignThread
 from tieredckpt.errors import Invalid, RanksUnavailable
 
 __all__ = ["MpiCommunicator"]
@@ -82,7 +82,7 @@ class MpiCommunicator:
         self.node = node or node_of_this_process()
         self.bulk = True
         self._tag = zlib.crc32(name.encode()) % 32767
-        self._aside = Aside("tieredckpt mpi")
+        self._thread = ForeignThread("tieredckpt mpi")
         self._inbox = Inbox()
         self._comm: Any = None
         self._polling: asyncio.Task[None] | None = None
@@ -99,7 +99,7 @@ class MpiCommunicator:
         """Make the communicator, together with all other ranks."""
         begin = time.monotonic()
         try:
-            self._comm = await self._aside.call(self._make_communicator, timeout=timeout)
+            self._comm = await self._thread.call(self._make_communicator, timeout=timeout)
         except TimeoutError:
             raise RanksUnavailable(
                 f"rank {self.rank} of {self.size} has not met the others within {timeout:.1f} s; do all ranks open "
@@ -123,7 +123,7 @@ class MpiCommunicator:
         if self._comm is not None:
             with suppress(RanksUnavailable):
                 await whole(self._free())
-        self._aside.close()
+        self._thread.close()
 
     async def _free(self) -> None:
         if self._polling is not None:
@@ -281,7 +281,7 @@ class MpiCommunicator:
 
     async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
         try:
-            return await self._aside.call(function, *arguments, timeout=_CALL_TIMEOUT)
+            return await self._thread.call(function, *arguments, timeout=_CALL_TIMEOUT)
         except TimeoutError:
             raise RanksUnavailable(f"MPI has not come back from a call within {_CALL_TIMEOUT:.0f} s") from None
         except MPI.Exception as error:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tieredckpt.engine.ranks.communicator import exchange
-from tieredckpt.engine.transport.foreign_thread import Aside
+from tieredckpt.engine.transport.foreign_thread import ForeignThread
 from tieredckpt.engine.transport.gloo import GlooBulk
 from tieredckpt.engine.transport.mailbox import Mailbox
 from tieredckpt.errors import Invalid, RanksUnavailable
@@ -64,11 +64,11 @@ class TorchCommunicator(Mailbox):
         self.bulk = all(await exchange(self, "tieredckpt/gloo works", met, timeout=left))
 
     async def _try_gloo(self, timeout: float) -> None:
-        aside = Aside("tieredckpt gloo device")
+        thread = ForeignThread("tieredckpt gloo device")
         try:
-            device = await aside.call(GlooBulk.find_device, timeout=timeout)
+            device = await thread.call(GlooBulk.find_device, timeout=timeout)
         finally:
-            aside.close()
+            thread.close()
         prefix = f"tieredckpt/gloo/{self.session}"
         self._gloo = GlooBulk(self, lambda: dist.PrefixStore(prefix, _connection(self._store)), device)
         local_ranks = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
@@ -110,7 +110,7 @@ class StoreCarrier:
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
         self._connected: Any = None
-        self._aside = Aside("tieredckpt store of torch")
+        self._thread = ForeignThread("tieredckpt store of torch")
         self._seen: dict[str, int] = {}
         self._due: dict[str, set[int]] = {}
         """By mailbox, the messages counted but not taken: the sender has not set them yet, or died in between."""
@@ -129,11 +129,11 @@ class StoreCarrier:
         await self._call(self._forget, mailbox)
 
     async def close(self) -> None:
-        self._aside.close()
+        self._thread.close()
 
     async def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
-            await self._aside.call(function, *arguments, timeout=_CALL_TIMEOUT)
+            await self._thread.call(function, *arguments, timeout=_CALL_TIMEOUT)
         except (RuntimeError, TimeoutError) as error:
             self._connected = None  # the next call connects again
             raise RanksUnavailable(f"the key-value store of torch.distributed does not answer: {error}") from error
