@@ -44,7 +44,7 @@ EXIT_SECONDS = 60.0
 
 _TOLD_AFTER = 2.0
 """Seconds of that wait after which the log says what the process waits for."""
-_LET_GO_SECONDS = 5.0
+_RELEASE_SECONDS = 5.0
 """Seconds that it then waits for the release of locks and leases; later openings see that their owner is dead."""
 
 
@@ -275,7 +275,7 @@ def _close_all() -> None:
         pass  # a person does not want to wait
     for opened in stores:
         opened.hurry()
-    if not _all_end(stores, _LET_GO_SECONDS):
+    if not _all_end(stores, _RELEASE_SECONDS):
         _log.warning("the process ends before all tiers of its checkpoint stores have answered")
 
 

@@ -119,7 +119,7 @@ async def test_the_end_of_a_process_waits_so_long_for_promotions_and_memory_keep
 
 HUNG = """
 from tieredckpt import _opened as opened
-opened.EXIT_SECONDS = opened._TOLD_AFTER = opened._LET_GO_SECONDS = 0.5
+opened.EXIT_SECONDS = opened._TOLD_AFTER = opened._RELEASE_SECONDS = 0.5
 hung = threading.Event()
 def hang(*_):
     hung.set()

@@ -295,9 +295,10 @@ class Engine:
             try:
                 await self.mode.leave(done=done, in_order=in_order)
             finally:
-                await whole(self._let_go(keep_ram, end_calls))  # a close that is cancelled closes none the less
+                await whole(self._stop(keep_ram, end_calls))  # a close that is cancelled closes none the less
 
-    async def _let_go(self, keep_ram: bool, end_calls: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+    async def _stop(self, keep_ram: bool, end_calls: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        """End the background work, then release everything."""
         if end_calls is not None:
             await end_calls()
         if (ram := self.state.tiers[0].ram) is not None:

@@ -121,10 +121,11 @@ class Link:
         try:
             return await shielded(answer)
         except asyncio.CancelledError:
-            await outlast(asyncio.ensure_future(self._let_go(answer, type(command).__name__)))
+            await outlast(asyncio.ensure_future(self._end_cancelled(answer, type(command).__name__)))
             raise
 
-    async def _let_go(self, answer: asyncio.Future[Any], command: str) -> None:
+    async def _end_cancelled(self, answer: asyncio.Future[Any], command: str) -> None:
+        """Wait until the worker has ended a cancelled command; end a worker that does not."""
         await asyncio.wait([answer], timeout=self._grace)
         if not answer.done():
             await self.end(f"{command} was cancelled and had not ended {self._grace:g} s later")

@@ -44,7 +44,7 @@ _ENDS_BY_ITSELF = 1 << 20
 _ENDS_WITHIN = 2.0
 """Seconds for such a put to end by itself when it is cancelled."""
 
-_LET_GO = 0.001
+_BETWEEN_CHECKS = 0.001
 """Seconds between two checks whether obstore has released memory."""
 
 
@@ -130,7 +130,7 @@ class ObjectStore:
             try:
                 await self._throttle(lambda: _ended(self._client.put(key, views, create_only=create_only), small))
             finally:
-                await outlast(asyncio.ensure_future(_let_go(views)))
+                await outlast(asyncio.ensure_future(_released(views)))
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], *, nbytes: int | None = None) -> None:
         self._check(key)
@@ -280,13 +280,13 @@ async def _ended(request: Coroutine[Any, Any, None], small: bool) -> None:
         raise
 
 
-async def _let_go(views: Sequence[memoryview]) -> None:
+async def _released(views: Sequence[memoryview]) -> None:
     """Wait until nobody uses the memory any more: a cancelled request uses it for some tenths of a second."""
     for view in views:
         while True:
             try:
                 view.release()
             except BufferError:
-                await asyncio.sleep(_LET_GO)
+                await asyncio.sleep(_BETWEEN_CHECKS)
             else:
                 break

@@ -183,7 +183,7 @@ class Exporter:
             self._failed(export, step, error, for_good=True)
         else:
             self._works_again(export)
-            await self._let_go(export)
+            await self._delete_unkept(export)
         finally:
             export.busy = None
             self._state.changed.notify()
@@ -299,7 +299,7 @@ class Exporter:
             writing.give_up()
             raise
 
-    async def _let_go(self, export: _Export) -> None:
+    async def _delete_unkept(self, export: _Export) -> None:
         """Delete the exports that are not kept."""
         assert export.there is not None
         for record in due.leaving(self._state, export.config, export.there):

@@ -96,7 +96,7 @@ class Reading:
         if self._ended:  # a thread that was left behind asks once more, and nobody would let go of the step
             raise Closed("the export was given up")
         if self._not_from_ram and self._source is not None and self._source.tier.in_memory:
-            await self._release()  # a save waits for that, behind reads that were asked for before
+            await self._release_now()  # a save waits for that, behind reads that were asked for before
         if self._source is None:
             only = self._other_than_ram() if self._not_from_ram else None
             if self._not_from_ram and only is None:
@@ -117,19 +117,19 @@ class Reading:
         if not must and self._other_than_ram() is None:
             return
         self._not_from_ram = True
-        await self._let_go()
+        await self._release()
 
     async def close(self) -> None:
         """Release the tier for good: later reads fail."""
         self._ended = True
-        await self._let_go()
-
-    async def _let_go(self) -> None:
-        """Release the tier; the next read opens it anew."""
-        async with self._turn:
-            await self._release()
+        await self._release()
 
     async def _release(self) -> None:
+        """Release the tier; the next read opens it anew."""
+        async with self._turn:
+            await self._release_now()
+
+    async def _release_now(self) -> None:
         self._source = None
         await self._pinned.aclose()
         self._pinned = AsyncExitStack()

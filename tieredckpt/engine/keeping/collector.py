@@ -101,7 +101,7 @@ class Collector:
             return True
         for step in tuple(tier.steps.parts):
             if step not in self._state.membership.undecided:
-                await self.evictor.let_part_go(step, tier)
+                await self.evictor.drop_part(step, tier)
                 self._state.membership.part_dropped(step)
         going = leaving_when_full(self._state, tier)
         if not tier.in_memory:

@@ -180,7 +180,7 @@ class Evictor:
         if btree_key:
             await tier.store.delete(btree_key)
 
-    async def let_part_go(self, step: StepId, tier: Tier) -> None:
+    async def drop_part(self, step: StepId, tier: Tier) -> None:
         """Drop this rank's part of a step from RAM, because the step is not or no longer committed."""
         if tier.ram is None or step in tier.steps.leaving or not (step in tier.steps.parts or step in tier.steps.held):
             return

@@ -3,7 +3,7 @@
 `Evictor.evict` asks this rule for every eviction. These deletions of manifests, packs and memory do not ask it:
 
 - `Evictor.evict` with ``deleted``: a person deletes a step; `check_deletable` was asked before, unless with ``force``.
-- `Evictor.let_part_go`: a rank's part of a step that is not committed, or that rank 0 has evicted for all ranks.
+- `Evictor.drop_part`: a rank's part of a step that is not committed, or that rank 0 has evicted for all ranks.
 - `Evictor.find_out`: repeats an eviction that this rule permitted and whose outcome is unknown; it asks again first.
 - `Evictor.drop_unreadable`: a step in RAM whose index is damaged is no good copy.
 - `Collector`: packs and index nodes that no step refers to, and commits that come late of steps that this process has

@@ -46,5 +46,5 @@ class Departed:
         for serial, step in steps:
             found = StepId(serial, step)
             if first.in_memory and found in first.steps.held:
-                await self._evictor.let_part_go(found, first)
+                await self._evictor.drop_part(found, first)
                 self._state.events.emit(StepEvicted(step, serial, first.name))

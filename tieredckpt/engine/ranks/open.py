@@ -109,7 +109,7 @@ class Opening:
             of_another = step in whole and first not in self._folders.get((step, whole[step]), {}).values()
             if of_another or (step not in whole and tuple(step) not in opened.kept):
                 _log.warning("%s: the part of rank %d in RAM is dropped, for others are gone", step, group.rank)
-                await self._evictor.let_part_go(step, first)
+                await self._evictor.drop_part(step, first)
         for record in opened.whole:
             first.steps.agree(record)
         await self._let_leftovers_go({*whole, *(StepId(*kept) for kept in opened.kept)})

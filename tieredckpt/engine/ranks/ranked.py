@@ -347,7 +347,7 @@ class Ranked:
             tier.steps.drop(step)
             self._collector.evictor.tell_gone((step,), tier)
         elif step in tier.steps.held:
-            await self._collector.evictor.let_part_go(step, tier)
+            await self._collector.evictor.drop_part(step, tier)
             self.opening.give_back()
             self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
             self._departed.is_known(step)

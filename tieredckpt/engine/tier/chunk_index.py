@@ -110,16 +110,16 @@ class ChunkIndex(MutableMapping[bytes, Extent]):
 
     def __setitem__(self, digest: bytes, extent: Extent) -> None:
         if digest not in self._since:
-            self._let_go(digest)
+            self._mark_gone(digest)
         self._since[digest] = extent
 
     def __delitem__(self, digest: bytes) -> None:
         if digest in self._since:
             del self._since[digest]
-        elif not self._let_go(digest):
+        elif not self._mark_gone(digest):
             raise KeyError(digest)
 
-    def _let_go(self, digest: bytes) -> bool:
+    def _mark_gone(self, digest: bytes) -> bool:
         row = self._row(digest)
         if row is None:
             return False

@@ -132,7 +132,7 @@ class Votes:
         replicas: dict[bytes, bytes],
     ) -> None:
         if (reason := self._missed.pop(attempt, None)) is not None:  # it was aborted while it was copied
-            await self._let_go(attempt, reason)
+            await self._drop_announced(attempt, reason)
             return
         part, failure = b"", None
         try:
@@ -357,14 +357,14 @@ class Votes:
         self._state.membership.streamed.pop(step, None)
         if failure is not None:
             self._state.membership.failed[step] = failure
-        await self._evictor.let_part_go(step, self._state.tiers[0])
+        await self._evictor.drop_part(step, self._state.tiers[0])
         self._state.changed.notify()
 
     async def _give_up(self, attempt: str, ranks: Sequence[int], reason: str) -> None:
         self._fail(self._announced[attempt], ranks, reason)
-        await self._let_go(attempt, reason)
+        await self._drop_announced(attempt, reason)
 
-    async def _let_go(self, attempt: str, reason: str) -> None:
+    async def _drop_announced(self, attempt: str, reason: str) -> None:
         step = self._announced.pop(attempt)
         self.comparison.forget(attempt)
         await self.drop(step, _not_committed(step, reason))

@@ -362,18 +362,18 @@ class Replication:
             if enough():
                 return
             if step not in whole_ones:
-                await self._collector.evictor.let_part_go(step, tier)
+                await self._collector.evictor.drop_part(step, tier)
 
     def _hear(self, event: Event) -> None:
         """Drop the copies of a step that was deleted on every tier, or the next opening would bring it back."""
         if isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
             if step not in self._state.records() and any(step in tier.steps.parts for tier in self.kept.values()):
-                self._group.start(self._let_go(step), f"eviction of copies of {step}")
+                self._group.start(self._drop_copies(step), f"eviction of copies of {step}")
 
-    async def _let_go(self, step: StepId) -> None:
+    async def _drop_copies(self, step: StepId) -> None:
         for tier in self.kept.values():
-            await self._collector.evictor.let_part_go(step, tier)
+            await self._collector.evictor.drop_part(step, tier)
 
     async def apply_result(self, result: Replicated) -> None:
         """Drop older copies if those of a step are complete; report it if they are not."""
@@ -387,7 +387,7 @@ class Replication:
         for tier in self.kept.values():
             for older in [held for held in tier.steps.parts if held < step]:
                 try:
-                    await self._collector.evictor.let_part_go(older, tier)
+                    await self._collector.evictor.drop_part(older, tier)
                 except TieredCkptError as error:
                     _log.warning("a copy of %s stays: %s", older, error)
         self._state.events.emit(StepReplicated(result.step, result.serial, result.copies, result.sent, result.seconds))

@@ -194,7 +194,7 @@ class ChunkTransfer:
                 turns = self._line_up(task)
                 doing = group.create_task(self._do(task, memory, turns))
                 # Not in the task itself: one that is cancelled before it begins runs none of its lines.
-                doing.add_done_callback(partial(_let_go, turns, window, give_back))
+                doing.add_done_callback(partial(_release, turns, window, give_back))
 
     def _line_up(self, task: Task) -> dict[int, _Turn]:
         outwards = task.source in (None, self.rank)
@@ -269,7 +269,7 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def _let_go(
+def _release(
     turns: Mapping[int, _Turn], window: asyncio.Semaphore, give_back: Callable[[], None] | None, _: asyncio.Task[None]
 ) -> None:
     if give_back is not None:

@@ -186,7 +186,7 @@ async def test_what_does_not_fit_is_refused_with_the_numbers_on_both_sides(share
         first = await source.save(1, tree(1, changed=12))
         await copy(source, holder, first, 1)
         used = holder.used
-        await source.collector.evictor.let_part_go(first, source.tier)
+        await source.collector.evictor.drop_part(first, source.tier)
         second = await source.save(2, tree(2, changed=12))
         given, kept = await copy(source, holder, second, 2)
         assert isinstance(given, Refused)
