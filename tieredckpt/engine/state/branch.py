@@ -84,7 +84,7 @@ class Branch:
     """The highest that any save of the store has taken, as far as this process knows."""
     _pending: dict[StepId, Continued] = field(default_factory=dict)
     """Saves that are not committed yet, in the order of their turns."""
-    _doubted: dict[StepId, Continued] = field(default_factory=dict)
+    _indeterminate: dict[StepId, Continued] = field(default_factory=dict)
     """Saves of several ranks that nobody waits for any more, and that may be committed all the same."""
     _counted: Origin | None = None
     """The last restore before the save from which schedules count."""
@@ -135,16 +135,16 @@ class Branch:
     def failed(self, step: StepId) -> None:
         """Forget a save that failed: branch and origin stay as they were."""
         self._pending.pop(step, None)
-        self._doubted.pop(step, None)
+        self._indeterminate.pop(step, None)
 
-    def doubted(self, step: StepId) -> None:
+    def indeterminate(self, step: StepId) -> None:
         """Count a save with an unknown outcome as `failed`, unless it is `committed` after all."""
         if (continued := self._pending.pop(step, None)) is not None:
-            self._doubted[step] = continued
+            self._indeterminate[step] = continued
 
     def committed(self, record: StepRecord) -> None:
         """Continue the branch with a committed save, as its record says, unless a later save was committed first."""
-        pending = self._pending.pop(record.id, None) or self._doubted.pop(record.id, None)
+        pending = self._pending.pop(record.id, None) or self._indeterminate.pop(record.id, None)
         if pending is not None and pending.origin is not None:
             pending.origin.cleared = True
         if not self.line or record.serial > self.line[-1][1]:

@@ -237,7 +237,7 @@ class State:
         """Note that a tier failed, and emit an event; its promoter brings it back."""
         if not self.manages(tier):  # the process that manages it reports its state
             _log.warning("tier %r, which another process manages, failed here: %s", tier.name, error)
-            tier.health.doubt(error)
+            tier.health.fail_here(error)
             self.changed.notify()
             return
         delay = tier.health.fail(error)

@@ -60,10 +60,10 @@ class Health:
     """Note for people about a tier that works."""
     retry_at: float = 0.0
     """Not to be tried before, on the monotonic clock."""
-    doubtful: bool = False
-    """Whether a call failed of a tier that another process manages, since it was opened here."""
+    unavailable_here: bool = False
+    """Whether a call found a tier that another process manages unavailable, since it was opened here."""
     failed_here: int = 0
-    """How often a call failed of a tier that another process manages."""
+    """How often a call failed here of a tier that another process manages."""
     freed: int = 0
     """Bytes of older steps that have left a full device since it took a new step."""
     lacked: int = 0
@@ -83,9 +83,9 @@ class Health:
         failed, self.error, self._failures = self.error is not None, None, 0
         return failed
 
-    def doubt(self, error: Exception) -> None:
+    def fail_here(self, error: Exception) -> None:
         """Note a failure here of a tier that another process manages."""
-        self.doubtful |= isinstance(error, TierUnavailable)
+        self.unavailable_here |= isinstance(error, TierUnavailable)
         self.failed_here += 1
 
     def took_step(self) -> None:

@@ -18,7 +18,7 @@ from support.scenes import SOON, config, files_under, folder, pack_bytes
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.ranks import reopen as reopen_module
-from tieredckpt.engine.ranks.reopen import is_doubtful
+from tieredckpt.engine.ranks.reopen import is_unavailable_here
 from tieredckpt.engine.saving import slower_tiers
 from tieredckpt.errors import RanksUnavailable, TierUnavailable
 from tieredckpt.events import StepCommitted, StepPromoted
@@ -206,7 +206,7 @@ async def test_a_tier_that_fails_on_one_rank_costs_one_save(
             await ranks.reached(checkpoints, "far")
         gone = False
         state = ranks[1]._life.engine.state
-        await ranks[1]._life.loop.call(state.changed.until(lambda: not is_doubtful(state.tier("disk"))))
+        await ranks[1]._life.loop.call(state.changed.until(lambda: not is_unavailable_here(state.tier("disk"))))
         await ranks.reached(await ranks.save(4), "far")
         await ranks.reached(await ranks.save(5), "disk")
         for restored in await ranks.restored():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.messages import Save
-from tieredckpt.engine.ranks.reopen import is_doubtful
+from tieredckpt.engine.ranks.reopen import is_unavailable_here
 from tieredckpt.engine.state.state import State
 from tieredckpt.errors import Conflict, RanksUnavailable
 from tieredckpt.format.merging import show_ranks
@@ -40,7 +40,7 @@ class FailingHere:
                 self._seen[name] = failed
                 self._times[name] += 1
                 self._left[name] = 2 ** min(self._times[name], _LONGEST)
-            if self._left[name] or is_doubtful(tier):
+            if self._left[name] or is_unavailable_here(tier):
                 self._left[name] = max(0, self._left[name] - 1)
                 found.append(name)
         return tuple(found)

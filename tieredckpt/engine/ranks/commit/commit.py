@@ -290,7 +290,7 @@ class Commits:
         except TieredCkptError as error:
             failure = Failure.of(error)
             if not self._state.manages(tier):  # rank 0 opens its own store again, and no other's
-                tier.health.doubt(error)
+                tier.health.fail_here(error)
             self._state.changed.notify()
         except Exception as error:
             _log.exception("%s: the part for tier %r could not be written", step, tier.name)

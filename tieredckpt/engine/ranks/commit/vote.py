@@ -179,7 +179,7 @@ class Votes:
             self._group.missed([COORDINATOR])
             self.comparison.forget(attempt)
             self._state.membership.undecided.discard(step)
-            self._state.branch.doubted(step)
+            self._state.branch.indeterminate(step)
             self._fail(step, (COORDINATOR,), reason)
 
     def _report_dropped(self, step: StepId) -> None:
