@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 from tieredckpt import CheckpointStore, DeviceUnavailable, Invalid
 from tieredckpt.config import StoreConfig
 from tieredckpt.devices import cuda, drivers
-from tieredckpt.engine.saving.lazy import _is_as, _look
+from tieredckpt.engine.saving.lazy import _fingerprint, _is_unchanged
 from tieredckpt.tree import torch_leaves
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn]
@@ -312,10 +312,10 @@ def test_memory_that_is_given_back_before_the_copy_has_ended_is_found(device: st
     """It counts no version: FSDP and those who swap states out do that."""
     tensor = tensor_of(torch.float32, (50, 70), device)
     leaf = torch_leaves.as_array_leaf("w", tensor)
-    before = _look(leaf)
-    assert _is_as(leaf, before)
+    before = _fingerprint(leaf)
+    assert _is_unchanged(leaf, before)
     tensor.untyped_storage().resize_(0)
-    assert not _is_as(leaf, before)
+    assert not _is_unchanged(leaf, before)
 
 
 def test_the_addresses_of_a_tensor_are_those_of_its_items(device: str) -> None:

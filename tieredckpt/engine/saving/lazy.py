@@ -55,10 +55,10 @@ class LazyCapture(Capture):
     """
 
     def __init__(self, loop: EngineLoop, step: int, leaves: Sequence[ArrayLeaf], guard: DigestGuard | None) -> None:
-        """Look at the arrays as they are now; ``loop`` is the engine's, and ``step`` for messages."""
+        """Take fingerprints of the arrays as they are now; ``loop`` is the engine's, and ``step`` for messages."""
         # Not the store's own `EngineLoop`: a store that nobody else refers to is to be closed.
         self._loop, self._step, self._guard = EngineLoop(loop.thread), step, guard
-        self._before = [(leaf, _look(leaf)) for leaf in leaves]
+        self._before = [(leaf, _fingerprint(leaf)) for leaf in leaves]
         self._copied = Latch()
         self._past_ram = False
         self._confirmed = Latch()
@@ -127,7 +127,7 @@ class LazyCapture(Capture):
             if not self._confirmed.is_open:
                 self.stall = (self.stall or 0.0) + waited
         if not self._confirmed.is_open:
-            self._fail([leaf.array for leaf, before in self._before if not _is_as(leaf, before)])
+            self._fail([leaf.array for leaf, before in self._before if not _is_unchanged(leaf, before)])
             self._confirmed.open()
             self._forget_steps()  # only now: a step meanwhile confirms it as well, before it changes what is compared
         if self._error is not None:
@@ -144,17 +144,17 @@ class LazyCapture(Capture):
                 )
 
 
-_Seen = tuple[object, bytes | None]
+_Fingerprint = tuple[object, bytes | None]
 
 
-def _is_as(leaf: ArrayLeaf, before: _Seen) -> bool:
+def _is_unchanged(leaf: ArrayLeaf, before: _Fingerprint) -> bool:
     try:
-        return _look(leaf) == before
+        return _fingerprint(leaf) == before
     except Exception:  # of its framework: its memory is gone, or its device
         return False
 
 
-def _look(leaf: ArrayLeaf) -> _Seen:
+def _fingerprint(leaf: ArrayLeaf) -> _Fingerprint:
     """What shows a change of an array: its version, if its framework counts; some bytes, on the host; its address, on a
     device, for giving memory back, as by ``untyped_storage().resize_(0)``, counts as no change.
 

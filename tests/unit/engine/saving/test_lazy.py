@@ -528,15 +528,16 @@ def test_a_step_while_another_thread_confirms_comes_after_the_copy_and_does_not_
     parameter = torch.nn.Parameter(torch.ones(SIZE))
     parameter.grad = torch.ones(SIZE)
     optimizer = torch.optim.SGD([parameter], lr=1)
-    compares, stepped, is_as, trainer = threading.Event(), threading.Event(), lazy._is_as, threading.get_ident()
+    compares, stepped = threading.Event(), threading.Event()
+    is_unchanged, trainer = lazy._is_unchanged, threading.get_ident()
 
     def late(*arguments: Any) -> bool:
         if threading.get_ident() != trainer:
             compares.set()
             assert stepped.wait(SOON)
-        return is_as(*arguments)
+        return is_unchanged(*arguments)
 
-    monkeypatch.setattr(lazy, "_is_as", late)
+    monkeypatch.setattr(lazy, "_is_unchanged", late)
     with CheckpointStore.open(tiers).sync() as store:
         checkpoint = store.save(1, {"p": parameter}, capture="lazy")
         beside = threading.Thread(target=checkpoint.captured)
