@@ -172,15 +172,16 @@ class Collector:
                 await compare_packs(tier)
                 listed = [info async for info in tier.store.list(layout.STEPS)]
                 await self._check_known(tier, listed)
-            # A verification may read the step well meanwhile; either result shows what it uses.
-            damaged, unreadable = tier.steps.damaged, limits.in_force.unreadable_commit
-            own, any_packs = damaged.own_packs(), damaged.any_packs(unreadable)
-            live = await self._live_packs(tier) | any_packs
+            await note_impaired(tier, await self._packs_by_step(tier))
+            live = await self._live_packs(tier)
             now = await tier.now() if orphans and tier.packs.orphans else 0.0
-            live |= damaged.any_packs(unreadable)
+            live |= await self._live_packs(tier)
+            # Nothing is awaited from here until the dead packs are known: a verification may read a damaged step well.
+            own = tier.steps.damaged.own_packs()
+            live |= tier.steps.damaged.any_packs(limits.in_force.unreadable_commit)
             live |= self._state.membership.packs_streamed_to(tier) | tier.steps.late_packs()
             ages = {key: now - since for key, since in tier.packs.orphans.items()}
-            ages |= {key: time.monotonic() - since for key, since in (own | damaged.own_packs()).items()}
+            ages |= {key: time.monotonic() - since for key, since in own.items()}
             dead = [
                 key
                 for key in tier.packs.sizes
@@ -256,20 +257,19 @@ class Collector:
             raise error
 
     async def _live_packs(self, tier: Tier) -> set[str]:
-        live: set[str] = set()
-        used = await self._packs_by_step(tier)
-        await note_impaired(tier, used)
-        for packs in used.values():
-            live |= packs
+        live = set[str]().union(*(await self._packs_by_step(tier)).values())
         for key in live:
             tier.packs.orphans.pop(key, None)
         return live
 
     async def _packs_by_step(self, tier: Tier) -> dict[StepId, frozenset[str]]:
-        steps, known = tuple(tier.steps.held), tier.steps.indexes.packs
-        await self._read_indexes(tier, [step for step in steps if step not in known], lambda index: None)
-        held = {step: known[step] for step in steps if step in tier.steps.held and step in known}
-        return held | tier.steps.damaged.stale()
+        """The packs of each step that is held or stale, as it is when this returns. Raises as `_read_indexes`."""
+        held, known = tier.steps.held, tier.steps.indexes.packs
+        asked: set[StepId] = set()
+        while unread := held.keys() - known.keys() - asked:  # again for those that were read well meanwhile
+            asked |= unread
+            await self._read_indexes(tier, unread, lambda index: None)
+        return {step: known[step] for step in held if step in known} | tier.steps.damaged.stale()
 
     async def _read_indexes(self, tier: Tier, steps: Collection[StepId], use: Callable[[StepIndex], None]) -> None:
         """Read the indexes of steps, several at a time of a remote tier, and remember which packs they refer to.

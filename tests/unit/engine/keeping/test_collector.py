@@ -39,13 +39,14 @@ from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.keeping import collector
 from tieredckpt.engine.keeping.collector import Collected
 from tieredckpt.engine.opening.connect import connect
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.opening.scan import look_again
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format import layout, ocdbt
-from tieredckpt.format.manifest import StepId, decode_step
+from tieredckpt.format.manifest import StepId, StepIndex, decode_step
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.testing.faulty import Faulty
 
@@ -743,6 +744,31 @@ async def test_the_packs_of_a_step_stay_whose_commit_could_not_be_read_once(
         assert [info.step for info in await store.steps()] == [1, 3]
         await store.collect()
         assert_restored(await store.restore(2, resume=False), changed(2))
+
+
+async def test_the_packs_of_a_step_stay_that_is_read_well_while_others_are_looked_up(
+    place: Place, disk: dict[str, Any], faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A medium fails now and then: for hours, and not when a verification asks beside the collection."""
+    load = step_index.load
+
+    async def after_a_verification(tier: Tier, step: StepId) -> StepIndex:
+        if StepId(1, 1) in tier.steps.damaged:
+            faults["disk"].clear()
+            await look_again(tier, StepId(1, 1))
+        return await load(tier, step)
+
+    async with opened(place, disk) as store:
+        await two_steps_apart(store)
+        tier = tier_of(store, "disk")
+        tier.quarantine(StepId(1, 1), Corrupt("no commit"))
+        place.let_the_grace_pass()
+        faults["disk"].flip("get", 100, key="steps/0000000001-*/manifest.ocdbt", times=None)
+        tier.steps.indexes.forget(StepId(2, 2))  # so it is looked up
+        monkeypatch.setattr(step_index, "load", after_a_verification)
+        await store._life.loop.call(store._life.engine.collector.collect(tier))
+        assert await store.where(1) == ("ram", "disk")
+        assert all(found.intact for found in await store.verify(1, "disk"))
 
 
 async def a_late_commit(place: Place, disk: dict[str, Any], step: int) -> tuple[Path, bytes]:
