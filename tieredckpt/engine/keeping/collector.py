@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from tieredckpt.blobs.base import BlobInfo, Sweep
 from tieredckpt.concurrency import together
@@ -16,10 +15,11 @@ from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.listed_packs import compare_packs, note_impaired
 from tieredckpt.engine.keeping.policies import leaving, leaving_when_full, waits_for_promotion
+from tieredckpt.engine.keeping.used_packs import packs_by_step, read_indexes
 from tieredckpt.engine.opening.scan import step_folders
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
-from tieredckpt.engine.tier.index_cache import packs_of, unique_extents
+from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
@@ -31,10 +31,6 @@ _log = logging.getLogger("tieredckpt")
 
 _DELETES_AT_A_TIME = 16
 """Deletions of packs at a time on a remote tier, where each request takes long: a large step has thousands."""
-_INDEXES_AT_A_TIME = 8
-"""Indexes read at a time on such a tier: a store has thousands of steps."""
-_LARGE_INDEX = 8 << 20
-"""Bytes of an index that is read alone: it takes several times as much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +46,13 @@ class Collected:
     """Other leftovers: index files and temporary files of writers that died."""
 
 
-class _Dense(NamedTuple):
-    """Packs that are not sparse, and get no sparser as long as none of ``commits`` leaves."""
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """Packs that are not sparse, and get no sparser as long as none of the steps leaves or is committed anew."""
 
-    commits: frozenset[tuple[StepId, str]]
-    """The steps that refer to them, each with the key of its index."""
-    packs: frozenset[str]
+    steps: frozenset[StepId] = frozenset()
+    """Those that refer to them."""
+    packs: frozenset[str] = frozenset()
 
 
 class Collector:
@@ -123,12 +120,9 @@ class Collector:
         """Bytes of the packs of a tier that would be dead without these steps."""
         if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
             return 0  # for now they stay
-        used = await self._packs_by_step(tier)
-        going = {key for step in steps for key in used.get(step, ())}
-        live = {key for step, packs in used.items() if step not in steps for key in packs}
-        live |= tier.steps.damaged.own_packs().keys() | self._state.membership.packs_streamed_to(tier)
-        live |= tier.steps.late_packs()
-        return sum(tier.packs.sizes.get(key, 0) for key in going - live)
+        used = await packs_by_step(tier)
+        going = set[str]().union(*(used.pop(step, ()) for step in steps))
+        return sum(tier.packs.sizes.get(key, 0) for key in going - self._packs_in_use(tier, used, math.inf))
 
     async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
         """Evict unpromoted snapshots, oldest first, until there is room enough; never the last good copy."""
@@ -166,31 +160,42 @@ class Collector:
                     f"few KiB there, and collect again ({error})"
                 ) from error
             await self._look_at_damaged(tier)
-            await self._take_back(tier)
-            listed: list[BlobInfo] = []
+            await self._resolve_commits(tier)
+            strays: dict[str, float] = {}
             if orphans:
                 await compare_packs(tier)
-                listed = [info async for info in tier.store.list(layout.STEPS)]
-                await self._check_known(tier, listed)
-            await note_impaired(tier, await self._packs_by_step(tier))
-            live = await self._live_packs(tier)
-            now = await tier.now() if orphans and tier.packs.orphans else 0.0
-            live |= await self._live_packs(tier)
-            # Nothing is awaited from here until the dead packs are known: a verification may read a damaged step well.
-            own = tier.steps.damaged.own_packs()
-            live |= tier.steps.damaged.any_packs(limits.in_force.unreadable_commit)
-            live |= self._state.membership.packs_streamed_to(tier) | tier.steps.late_packs()
-            ages = {key: now - since for key, since in tier.packs.orphans.items()}
-            ages |= {key: time.monotonic() - since for key, since in own.items()}
-            dead = [
-                key
-                for key in tier.packs.sizes
-                if key not in live and (key not in ages or (orphans and ages[key] > self._state.config.grace))
-            ]
+                strays = await self._find_strays(tier)
+            used = await packs_by_step(tier)
+            await note_impaired(tier, used)
+            for packs in used.values():
+                tier.packs.mark_used(packs)
+            grace = self._state.config.grace if orphans else math.inf  # else nothing is old enough
+            now = await tier.now() if orphans and (strays or tier.packs.orphans) else 0.0
+            used = await packs_by_step(tier)  # a verification may have read a damaged step well; now nothing is awaited
+            young = {key for key, since in tier.packs.orphans.items() if now - since <= grace}
+            dead = tier.packs.sizes.keys() - self._packs_in_use(tier, used, grace) - young
             nbytes = await self._delete_packs(tier, dead)
-            files = await self._sweep(tier, listed) if orphans else 0
+            old = [key for key, since in strays.items() if now - since > grace]
+            files = await self._sweep(tier, old) if orphans else 0
         self._state.changed.notify()
         return Collected(tier.name, len(dead), nbytes, files)
+
+    def _packs_in_use(self, tier: Tier, used: Mapping[StepId, frozenset[str]], grace: float) -> set[str]:
+        """The packs that steps use, that damaged steps may use, and those of commits to come.
+
+        Args:
+            tier: where they are.
+            used: `packs_by_step` of the steps that count.
+            grace: how many seconds an unreadable step keeps the packs that it is known to use.
+        """
+        damaged = tier.steps.damaged
+        return set().union(
+            *used.values(),
+            damaged.own_packs(grace),
+            damaged.any_packs(limits.in_force.unreadable_commit),
+            self._state.membership.packs_streamed_to(tier),
+            tier.steps.late_packs(),
+        )
 
     async def _look_at_damaged(self, tier: Tier) -> None:
         """Read damaged commits once more before a collection, which would delete the packs that only they name."""
@@ -201,23 +206,25 @@ class Collector:
                 except TierUnavailable as silence:
                     _log.warning("tier %r: %s could not be read again: %s", tier.name, step, silence)
 
-    async def _take_back(self, tier: Tier) -> None:
-        """Undo failed first commits that may have happened all the same, so that their packs can be deleted.
+    async def _resolve_commits(self, tier: Tier) -> None:
+        """Resolve failed commits that may have happened: undo first ones, so that their packs can be deleted.
 
         A commit that may come late is looked for at each collection until the store's ``grace`` is over; the key of its
         index nodes tells it from those of other writers. If the step is held as well, the commit that is there by then
         counts.
         """
         steps, late, grace = tier.steps, tier.steps.commits_come_late, self._state.config.grace
-        for step in tuple(steps.indeterminate.keys() - steps.held.keys() - steps.damaged.keys()):
+        for step in tuple(steps.indeterminate):
             async with steps.turn(step):
-                if step not in steps.held and (uncertain := steps.indeterminate.get(step)) is not None:
-                    if not late or await step_index.root_key(tier, step) in uncertain.btree_keys:
-                        await commit_file.delete_manifest(tier, step)
-                    steps.expire(step, grace)
-        for step in tuple(steps.indeterminate.keys() & steps.held.keys()):
-            if late and steps.indeterminate[step].age >= grace:
-                await self._reread(tier, step)
+                uncertain = steps.indeterminate.get(step)
+                if uncertain is None or step in steps.damaged:
+                    continue
+                if step in steps.held:
+                    if uncertain.age < grace:
+                        continue
+                    await self._reread(tier, step)
+                elif not late or await step_index.root_key(tier, step) in uncertain.btree_keys:
+                    await commit_file.delete_manifest(tier, step)
                 steps.expire(step, grace)
 
     async def _reread(self, tier: Tier, step: StepId) -> None:
@@ -241,11 +248,7 @@ class Collector:
             if layout.MANIFEST not in files or tier.steps.may_have(step):
                 continue
             async with tier.steps.turn(step):
-                try:
-                    await tier.store.stat(layout.manifest_key(step.step, step.serial))
-                except NotFound:
-                    continue  # it was evicted since
-                if tier.steps.may_have(step):
+                if tier.steps.may_have(step) or not await step_index.is_committed(tier, step):
                     continue
             error = TierUnavailable(
                 f"tier {tier.name!r} at {tier.store.location}: another writer has committed {step} there; what the "
@@ -256,46 +259,7 @@ class Collector:
             self._state.report(tier, error)
             raise error
 
-    async def _live_packs(self, tier: Tier) -> set[str]:
-        live = set[str]().union(*(await self._packs_by_step(tier)).values())
-        for key in live:
-            tier.packs.orphans.pop(key, None)
-        return live
-
-    async def _packs_by_step(self, tier: Tier) -> dict[StepId, frozenset[str]]:
-        """The packs of each step that is held or stale, as it is when this returns. Raises as `_read_indexes`."""
-        held, known = tier.steps.held, tier.steps.indexes.packs
-        asked: set[StepId] = set()
-        while unread := held.keys() - known.keys() - asked:  # again for those that were read well meanwhile
-            asked |= unread
-            await self._read_indexes(tier, unread, lambda index: None)
-        return {step: known[step] for step in held if step in known} | tier.steps.damaged.stale()
-
-    async def _read_indexes(self, tier: Tier, steps: Collection[StepId], use: Callable[[StepIndex], None]) -> None:
-        """Read the indexes of steps, several at a time of a remote tier, and remember which packs they refer to.
-
-        One that is corrupt is quarantined. Raises as `step_index.load`.
-        """
-        large = any(tier.steps.indexes.nbytes.get(step, 0) > _LARGE_INDEX for step in steps)
-        turns = asyncio.Semaphore(_INDEXES_AT_A_TIME if tier.store.traits.remote and not large else 1)
-
-        async def read(step: StepId) -> None:
-            async with turns:
-                try:
-                    index = await step_index.load(tier, step)
-                except NotFound:
-                    if tier.steps.keeps(step):  # and is not being evicted, or was meanwhile
-                        raise
-                except Corrupt as error:
-                    _quarantine(tier, step, error)
-                else:
-                    tier.steps.indexes.packs[step] = packs_of(index.arrays)
-                    use(index)
-
-        await together([read(step) for step in steps])
-
-    async def _delete_packs(self, tier: Tier, keys: Iterable[str]) -> int:
-        dead = set(keys)
+    async def _delete_packs(self, tier: Tier, dead: Collection[str]) -> int:
         tier.packs.forget_chunks(dead)  # before the files go, so that no promotion refers to them meanwhile
         freed = 0
         turns = asyncio.Semaphore(_DELETES_AT_A_TIME if tier.store.traits.remote else 1)
@@ -310,74 +274,56 @@ class Collector:
         await together([delete(key) for key in dead])
         return freed
 
-    async def _sweep(self, tier: Tier, listed: Sequence[BlobInfo]) -> int:
-        """Delete index files of steps that were never committed or retracted half, and files of torn writes.
+    async def _find_strays(self, tier: Tier) -> dict[str, float]:
+        """The files in folders of steps that no commit refers to, and since when (epoch seconds).
 
-        ``listed`` are the files of all steps, as `_check_known` has seen them: what came since may be a step.
+        Steps that were never committed, or retracted half, leave index files. Raises as `_check_known`.
         """
-        known = {held.btree_key for step, held in tier.steps.held.items() if step not in tier.steps.indeterminate}
-        known |= {layout.manifest_key(step.step, step.serial) for step in (*tier.steps.held, *tier.steps.damaged)}
-        unsure = {*tier.steps.damaged, *tier.steps.indeterminate}
-        uncertain = tier.steps.indeterminate.keys() & tier.steps.held.keys()
-        # Of its two commits, one is there by now; where they may come late, both, one after the other.
-        for step in () if tier.steps.commits_come_late else uncertain:
-            with suppress(Corrupt, NotFound):
-                known.add((await step_index.read(tier, step))[2])
-                unsure.discard(step)
-        strays = {
-            info.key: info.modified for info in listed if info.key not in known and not _belongs(info.key, unsure)
-        }
-        seen = self._strays.get(tier.name, {})
+        listed = [info async for info in tier.store.list(layout.STEPS)]
+        await self._check_known(tier, listed)
+        held, seen = tier.steps.held, self._strays.get(tier.name, {})
+        known = {held[step].btree_key for step in held} | {layout.manifest_key(step.step, step.serial) for step in held}
+        unsure = (*tier.steps.damaged, *tier.steps.indeterminate)
+        folders = tuple(layout.step_folder(step.step, step.serial) for step in unsure)
         # Where the store tells no time of change, a stray is as old as we have known it.
-        self._strays[tier.name] = {key: modified or seen.get(key, time.time()) for key, modified in strays.items()}
-        oldest_kept = await tier.now() - self._state.config.grace if strays else 0.0
-        stale = [key for key, since in self._strays[tier.name].items() if since < oldest_kept]
-        for key in stale:
+        self._strays[tier.name] = {
+            info.key: info.modified or seen.get(info.key, time.time())
+            for info in listed
+            if info.key not in known and not info.key.startswith(folders)
+        }
+        return self._strays[tier.name]
+
+    async def _sweep(self, tier: Tier, strays: Collection[str]) -> int:
+        """Delete these strays, and files of torn writes; returns how many there were."""
+        for key in strays:
             await tier.confirm_lease()
             await tier.store.delete(key)
         torn = await tier.store.sweep(self._state.config.grace) if isinstance(tier.store, Sweep) else 0
-        return len(stale) + torn
+        return len(strays) + torn
 
     async def sparse_packs(self, tier: Tier) -> dict[str, int]:
         """Packs whose live share of bytes is below the store's ``repack_below``, and the live bytes of each."""
         if not self._state.collects(tier):
             return {}
-        commits = {(step, held.btree_key) for step, held in tier.steps.held.items()}
-        left = tier.steps.held.news(self) - tier.steps.held.keys()
-        before = self._dense.pop(tier.name, None)
-        if before is None or left or not before.commits <= commits:
-            before = _Dense(frozenset(), frozenset())
+        steps = frozenset(tier.steps.held)
+        dense, changed = self._dense.pop(tier.name, _Dense()), tier.steps.held.news(self)
+        if not changed.isdisjoint(dense.steps):
+            dense = _Dense()
         live: dict[str, int] = {}
         seen: set[tuple[str, int]] = set()
 
         def count(index: StepIndex) -> None:
             for extent in unique_extents(index.arrays).values():
-                if extent.path not in before.packs and (extent.path, extent.offset) not in seen:
+                if extent.path not in dense.packs and (extent.path, extent.offset) not in seen:
                     seen.add((extent.path, extent.offset))
                     live[extent.path] = live.get(extent.path, 0) + layout.aligned(extent.length)
 
-        # Thousands of indexes are not read again each time.
-        await self._read_indexes(tier, [step for step, _ in commits - before.commits], count)
+        await read_indexes(tier, steps - dense.steps, count)  # and not thousands of others again
         threshold = self._state.config.repack_below
         sparse = {key: nbytes for key, nbytes in live.items() if nbytes < threshold * tier.packs.sizes.get(key, 0)}
         if not sparse:
-            self._dense[tier.name] = _Dense(frozenset(commits), before.packs.union(live))
+            self._dense[tier.name] = _Dense(steps, dense.packs.union(live))
         return sparse
-
-    async def users_of(self, tier: Tier, packs: set[str]) -> list[StepId]:
-        """The steps on a tier that refer to any of the packs."""
-        used = await self._packs_by_step(tier)
-        return sorted(step for step in used if packs & used[step] and step in tier.steps.held)
-
-    async def forget_packs(self, tier: Tier, packs: set[str]) -> None:
-        """Take the packs' chunks out of the dedupe index, so that the next write of them is a new one."""
-        async with tier.packs.guard:
-            tier.packs.forget_chunks(packs)
-            for step in await self.users_of(tier, packs):  # whatever other pack has the chunk too
-                with suppress(NotFound):  # evicted meanwhile
-                    for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():
-                        if extent.path in packs:
-                            tier.packs.forget(digest)
 
     async def after_commit(self, tier: Tier) -> None:
         """Apply retention to a tier after a commit there. Failures are logged."""
@@ -385,12 +331,3 @@ class Collector:
             await self.apply_retention(tier)
         except TieredCkptError as error:
             _log.warning("retention on tier %r: %s", tier.name, error)
-
-
-def _belongs(key: str, steps: Iterable[StepId]) -> bool:
-    return any(key.startswith(layout.step_folder(step.step, step.serial)) for step in steps)
-
-
-def _quarantine(tier: Tier, step: StepId, error: Corrupt) -> None:
-    _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-    tier.quarantine(step, error)

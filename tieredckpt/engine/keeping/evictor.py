@@ -57,8 +57,7 @@ class Evictor:
                 await whole(self._evict_from_ram(step, tier, tier.ram))  # half done, it would lose the extents
             else:
                 with suppress(TieredCkptError):  # an unreadable index names no packs
-                    for key in await step_index.packs(tier, step):
-                        tier.packs.orphans.pop(key, None)  # known to have been used: no grace needed
+                    tier.packs.mark_used(await step_index.packs(tier, step))
                 await self._retract(step, tier)
         finally:
             tier.steps.leaving.discard(step)
@@ -109,11 +108,7 @@ class Evictor:
         for step, error in tuple(tier.steps.damaged.items()):
             if not isinstance(error, IndeterminateDelete):
                 continue
-            try:
-                await tier.store.stat(layout.manifest_key(step.step, step.serial))
-                there = True
-            except NotFound:
-                there = False
+            there = await step_index.is_committed(tier, step)
             if tier.steps.damaged.get(step) is not error:
                 continue  # meanwhile it was deleted once more, or committed anew
             if there and step in tier.steps.deletions:

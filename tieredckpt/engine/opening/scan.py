@@ -57,7 +57,7 @@ async def scan_tier(tier: Tier, store: str | None = None, listed: Sequence[BlobI
     try:
         await _scan(tier, store, listed)
         while tier.steps.gone_unseen:
-            if await _left(tier, step := tier.steps.gone_unseen.pop()):
+            if not await step_index.is_committed(tier, step := tier.steps.gone_unseen.pop()):
                 tier.steps.drop(step)
     finally:
         tier.steps.scanning = False
@@ -273,7 +273,8 @@ async def _read_step(tier: Tier, step: StepId) -> Held | TieredCkptError | None:
         record = await asyncio.to_thread(find_record, manifest, btree, btree_key)
         step_index.check_record(tier, step, record)
     except (Corrupt, NotFound) as error:
-        return None if isinstance(error, NotFound) and await _left(tier, step) else error
+        # Its writer may evict it while others read.
+        return None if isinstance(error, NotFound) and not await step_index.is_committed(tier, step) else error
     return Held(record, btree_key)
 
 
@@ -299,15 +300,6 @@ async def look_again(tier: Tier, step: StepId) -> bool:
     else:
         tier.steps.damaged[step] = found
     return found is None
-
-
-async def _left(tier: Tier, step: StepId) -> bool:
-    """Whether the step left since it was listed: its writer may evict it while others read."""
-    try:
-        await tier.store.stat(layout.manifest_key(step.step, step.serial))
-    except NotFound:
-        return True
-    return False
 
 
 async def _claim_extents(tier: Tier, ram: Ram) -> None:

@@ -108,7 +108,6 @@ async def _set_apart(tier: Tier, step: StepId) -> None:
         tier.steps.held[step].btree_key,
         tier.steps.catalogued.stamps.get(step),
     )
-    for key in packs:
-        tier.packs.orphans.pop(key, None)  # known to be used: no grace needed once it has left
+    tier.packs.mark_used(packs)
     tier.quarantine(step, problem)
     _log.warning("%s; it is not restored, and leaves when newer steps are as safe", problem)

@@ -9,9 +9,11 @@ from functools import partial
 
 from tieredckpt.engine.keeping.collector import Collected, Collector
 from tieredckpt.engine.keeping.full_tier import fits
+from tieredckpt.engine.keeping.used_packs import users_of
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NoSpace, NotFound
 
@@ -43,12 +45,11 @@ async def collect_on(state: State, collector: Collector, tier: Tier) -> Collecte
 async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str]) -> int:
     """Copy live chunks of some packs into new ones, and refer only to these; returns the bytes written."""
     written = 0
-    users = await collector.users_of(tier, packs)
+    users = await users_of(tier, packs)
     for step in users:
         with suppress(NotFound):  # evicted meanwhile
-            for key in packs & await step_index.packs(tier, step):
-                tier.packs.orphans.pop(key, None)  # known to have been used: no grace needed
-    await collector.forget_packs(tier, packs)
+            tier.packs.mark_used(packs & await step_index.packs(tier, step))
+    await _forget(tier, packs)
     for step in users:
         try:
             if step in tier.steps.held:
@@ -57,3 +58,14 @@ async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str
             if step in tier.steps.held and step not in tier.steps.leaving:  # and was not evicted meanwhile
                 raise
     return written
+
+
+async def _forget(tier: Tier, packs: set[str]) -> None:
+    """Take the packs' chunks out of the dedupe index, so that the next write of them is a new one."""
+    async with tier.packs.guard:
+        tier.packs.forget_chunks(packs)
+        for step in await users_of(tier, packs):  # whatever other pack has the chunk too
+            with suppress(NotFound):  # evicted meanwhile
+                for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():
+                    if extent.path in packs:
+                        tier.packs.forget(digest)

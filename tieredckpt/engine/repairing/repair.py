@@ -17,10 +17,10 @@ from tieredckpt.engine.repairing.check import Scan, check
 from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
@@ -218,9 +218,7 @@ async def repair_index(
 
 async def _is_unread(tier: Tier, ram: Ram, step: StepId) -> bool:
     """Whether no process reads the step in RAM whose commit is removed: readers would not lock a new commit."""
-    try:
-        await tier.store.stat(layout.manifest_key(step.step, step.serial))
-    except NotFound:
+    if not await step_index.is_committed(tier, step):
         return False  # it is unknown who holds a lock on the old extent
     unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
     return unread() and not tier.steps.pins.get(step)

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.used_packs import users_of
 from tieredckpt.engine.opening.scan import pack_table
 from tieredckpt.engine.repairing.check import Scan
 from tieredckpt.engine.repairing.repack import rewrite
@@ -76,7 +77,7 @@ async def _check_footers(state: State, collector: Collector, tier: Tier, *, repa
             except (Corrupt, NotFound):
                 if key in tier.packs.sizes:  # and was not collected meanwhile
                     damaged.add(key)
-        for step in await collector.users_of(tier, damaged):
+        for step in await users_of(tier, damaged):
             with suppress(NotFound):  # evicted meanwhile
                 used |= damaged & await step_index.packs(tier, step)
         damaged = used  # unreferenced bytes are left from a crash, and are collected

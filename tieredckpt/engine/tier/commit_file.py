@@ -128,8 +128,7 @@ async def commit(
             look = not isinstance(error, asyncio.CancelledError)
             if not await whole(_mark_indeterminate(tier, step, packs_of(arrays), btree_key, look=look)):
                 raise
-        for key in tier.steps.know(record, arrays, btree_key, index.nbytes):
-            tier.packs.orphans.pop(key, None)
+        tier.packs.mark_used(tier.steps.know(record, arrays, btree_key, index.nbytes))
         if first:
             tier.health.took_step()
         if before is not None and before.btree_key and step not in tier.steps.indeterminate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -99,6 +99,11 @@ class Packs:
             self.unlisted.discard(key)
             self.orphans[key] = math.inf  # until a commit refers to it, or a listing tells when it was written
         self.index.update(written.extents)
+
+    def mark_used(self, keys: Iterable[str]) -> None:
+        """Note that packs are or were known to be used: they get no grace once no step uses them."""
+        for key in keys:
+            self.orphans.pop(key, None)
 
     def forget(self, digest: bytes) -> None:
         """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guard``."""

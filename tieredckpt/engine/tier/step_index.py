@@ -12,7 +12,7 @@ from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, decode_step
 
-__all__ = ["check_record", "load", "packs", "read", "root_key"]
+__all__ = ["check_record", "is_committed", "load", "packs", "read", "root_key"]
 
 _MANIFEST_MAX = 1 << 20
 _BTREE_MAX = 1 << 30
@@ -24,6 +24,15 @@ async def read(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
     # Not the most that any nodes take: the limit counts as bytes in flight, and lengthens the deadline.
     nbytes = max(root.offset + root.length, root.tree_bytes)
     return manifest, await tier.store.get(root.path, limit=min(nbytes, _BTREE_MAX)), root.path
+
+
+async def is_committed(tier: Tier, step: StepId) -> bool:
+    """Whether the manifest of a step is there, readable or not. Raises `TierUnavailable`."""
+    try:
+        await tier.store.stat(layout.manifest_key(step.step, step.serial))
+    except NotFound:
+        return False
+    return True
 
 
 async def root_key(tier: Tier, step: StepId) -> str | None:

@@ -158,10 +158,11 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
         else:
             self._any[step] = time.monotonic(), frozenset(packs)
 
-    def own_packs(self) -> dict[str, float]:
-        """The packs that they are known to use, and since when they are here (monotonic seconds). See also `stale`."""
-        own = {step: self._own[step] for step in self._own.keys() & self.keys() - self.stale().keys()}
-        return {key: since for since, packs in own.values() for key in packs}
+    def own_packs(self, seconds: float) -> set[str]:
+        """The packs that unreadable steps are known to use, of those that are here less than ``seconds``."""
+        now = time.monotonic()
+        own = (self._own[step] for step in self._own.keys() & self.not_stale())
+        return {key for since, packs in own for key in packs if now - since < seconds}
 
     def stale(self) -> dict[StepId, frozenset[str]]:
         """The steps that are `Stale`, and the packs of each."""

@@ -40,7 +40,7 @@ from tieredckpt.engine.keeping import collector
 from tieredckpt.engine.keeping.collector import Collected
 from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.opening.scan import look_again
-from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.engine.tier import commit_file, step_index, steps
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError, TierUnavailable
@@ -89,7 +89,8 @@ class Place:
         real = time.time
         monkeypatch.setattr(time, "time", lambda: real() + self.late)
         passed = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + self.late)
-        monkeypatch.setattr(collector, "time", passed)
+        for module in (collector, steps):
+            monkeypatch.setattr(module, "time", passed)
 
     def let_the_grace_pass(self) -> None:
         """Two hours pass, for the collector and for every file but leases, which are renewed."""
@@ -289,7 +290,7 @@ async def test_packs_of_a_damaged_step_stay_when_the_clock_is_set_on(
         manifest.write_bytes(b"no commit")
         disk.quarantine(StepId(1, 1), Corrupt("no commit"))
         ahead = time.time() + 24 * 3600.0
-        monkeypatch.setattr(collector, "time", SimpleNamespace(time=lambda: ahead, monotonic=time.monotonic))
+        monkeypatch.setattr(steps, "time", SimpleNamespace(time=lambda: ahead, monotonic=time.monotonic))
         await store.collect()
         assert kept
         assert set(disk.packs.sizes) == kept
@@ -324,13 +325,13 @@ async def test_no_index_is_read_again_for_sparse_packs_before_a_step_has_left(
 ) -> None:
     """Thousands of steps took a collection minutes, each `grace`."""
     loaded = []
-    load = collector.step_index.load
+    load = step_index.load
 
     async def counted(tier: Any, step: StepId) -> Any:
         loaded.append(step.step)
         return await load(tier, step)
 
-    monkeypatch.setattr(collector.step_index, "load", counted)
+    monkeypatch.setattr(step_index, "load", counted)
     async with opened(place, disk) as store:
         await (await store.save(1, state())).reached("disk")
         await store.collect()

@@ -1,0 +1,65 @@
+"""Finds the packs that the steps of a tier use, by their indexes; many at a time of a remote tier."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+
+from tieredckpt.concurrency import together
+from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.index_cache import packs_of
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.format.manifest import StepId, StepIndex
+
+__all__ = ["packs_by_step", "read_indexes", "users_of"]
+
+_log = logging.getLogger("tieredckpt")
+
+_INDEXES_AT_A_TIME = 8
+"""Indexes read at a time on a remote tier, where each request takes long: a store has thousands of steps."""
+_LARGE_INDEX = 8 << 20
+"""Bytes of an index that is read alone: it takes several times as much memory."""
+
+
+async def packs_by_step(tier: Tier) -> dict[StepId, frozenset[str]]:
+    """The packs of each step that is held or stale, as it is when this returns. Raises as `read_indexes`."""
+    held, known = tier.steps.held, tier.steps.indexes.packs
+    asked: set[StepId] = set()
+    while unread := held.keys() - known.keys() - asked:  # again for those that were read well meanwhile
+        asked |= unread
+        await read_indexes(tier, unread)
+    return {step: known[step] for step in held if step in known} | tier.steps.damaged.stale()
+
+
+async def users_of(tier: Tier, packs: Collection[str]) -> list[StepId]:
+    """The held steps that refer to any of the packs. Raises as `read_indexes`."""
+    used = await packs_by_step(tier)
+    return sorted(step for step in used if not used[step].isdisjoint(packs) and step in tier.steps.held)
+
+
+async def read_indexes(tier: Tier, steps: Collection[StepId], use: Callable[[StepIndex], None] | None = None) -> None:
+    """Read the indexes of steps, ``use`` each, and remember which packs they refer to.
+
+    One that is corrupt is quarantined. Raises as `step_index.load`.
+    """
+    large = any(tier.steps.indexes.nbytes.get(step, 0) > _LARGE_INDEX for step in steps)
+    turns = asyncio.Semaphore(_INDEXES_AT_A_TIME if tier.store.traits.remote and not large else 1)
+
+    async def read(step: StepId) -> None:
+        async with turns:
+            try:
+                index = await step_index.load(tier, step)
+            except NotFound:
+                if tier.steps.keeps(step):  # and is not being evicted, or was meanwhile
+                    raise
+            except Corrupt as error:
+                _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+                tier.quarantine(step, error)
+            else:
+                tier.steps.indexes.packs[step] = packs_of(index.arrays)
+                if use is not None:
+                    use(index)
+
+    await together([read(step) for step in steps])
