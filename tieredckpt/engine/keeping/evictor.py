@@ -12,7 +12,6 @@ from tieredckpt.engine.keeping.safety import check_unread, why_not
 from tieredckpt.engine.opening.scan import is_unchanged, look_again
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
-from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import IndeterminateDelete, Stale
 from tieredckpt.engine.tier.tier import Tier
@@ -54,7 +53,7 @@ class Evictor:
         tier.steps.leaving.add(step)
         try:
             if tier.ram is not None:
-                await whole(self._evict_from_ram(step, tier, tier.ram))  # half done, it would lose the extents
+                await commit_file.retract_from_ram(tier, tier.ram, step)
             else:
                 with suppress(TieredCkptError):  # an unreadable index names no packs
                     tier.packs.mark_used(await step_index.packs(tier, step))
@@ -163,25 +162,13 @@ class Evictor:
             if step not in tier.steps.held and step not in tier.steps.damaged:
                 self._gone(step, tier)
 
-    async def _evict_from_ram(self, step: StepId, tier: Tier, ram: Ram) -> None:
-        digests = list(unique_extents((await step_index.load(tier, step)).arrays)) if tier.steps.has_own(step) else []
-        async with tier.steps.turn(step):
-            held = tier.steps.held.get(step) or tier.steps.parts.get(step)
-            index_key = held.btree_key if held is not None else ""
-            unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial), index_key)
-            btree_key = tier.steps.drop(step)
-        ram.unread.append((unread, digests))
-        await whole(_reclaim_unread(ram))
-        if btree_key:
-            await tier.store.delete(btree_key)
-
     async def drop_part(self, step: StepId, tier: Tier) -> None:
         """Drop this rank's part of a step from RAM, because the step is not or no longer committed."""
         if tier.ram is None or step in tier.steps.leaving or not (step in tier.steps.parts or step in tier.steps.held):
             return
         tier.steps.leaving.add(step)
         try:
-            await whole(self._evict_from_ram(step, tier, tier.ram))
+            await commit_file.retract_from_ram(tier, tier.ram, step)
         finally:
             tier.steps.leaving.discard(step)
             self._state.changed.notify()
@@ -194,15 +181,5 @@ class Evictor:
 
     async def reclaim_unread(self, tier: Tier) -> None:
         """Reclaim extents of steps that left RAM, once their last reader has released them."""
-        if tier.ram is not None and tier.ram.unread:
-            await whole(_reclaim_unread(tier.ram))
-
-
-async def _reclaim_unread(ram: Ram) -> None:
-    looked_at, ram.unread[:] = tuple(ram.unread), ()  # so that no other task returns it twice
-    unread = await in_thread(lambda: [gone() for gone, _ in looked_at])
-    for each, gone in zip(looked_at, unread, strict=True):
-        if gone:
-            ram.index.drop(each[1])
-        else:
-            ram.unread.append(each)
+        if tier.ram is not None and tier.ram.retracted:
+            await whole(tier.ram.reclaim())

@@ -326,7 +326,7 @@ async def _claim_unread(tier: Tier, ram: Ram) -> None:
             _log.warning("tier %r: a step that is still read there cannot be told: %s", tier.name, error)
             continue
         if _adopt(ram, index):
-            ram.unread.append((left.unread, list(unique_extents(index.arrays))))
+            ram.retracted.append((left.unread, list(unique_extents(index.arrays))))
 
 
 async def _remove_strays(tier: Tier) -> None:

@@ -11,15 +11,12 @@ import logging
 from bisect import bisect
 from collections.abc import Collection, Sequence
 
-from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.step_table import on
-from tieredckpt.engine.tier import step_index
-from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.steps import Stale
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
-from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord
 
 __all__ = ["compare_with_slower", "set_stale_apart", "stale_steps"]
@@ -67,15 +64,10 @@ async def set_stale_apart(state: State) -> None:
         return
     for step in stale_steps([held.record for held in first.steps.held.values()], state.tiers[1:]):
         _log.warning("%s is dropped from RAM: the training has gone on elsewhere from an older step", step)
-        if not ram.slab.writable:
+        if ram.slab.writable:
+            await commit_file.retract_from_ram(first, ram, step)
+        else:
             first.steps.drop(step)
-            continue
-        digests = list(unique_extents((await step_index.load(first, step)).arrays))
-        index_key = first.steps.held[step].btree_key
-        unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial), index_key)
-        ram.unread.append((unread, digests))
-        first.steps.drop(step)
-        await first.store.delete(index_key)
 
 
 async def compare_with_slower(state: State, tier: Tier) -> None:

@@ -14,7 +14,8 @@ from tieredckpt.blobs.base import Unanswered
 from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.tier import step_index
-from tieredckpt.engine.tier.index_cache import packs_of
+from tieredckpt.engine.tier.index_cache import packs_of, unique_extents
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
@@ -30,6 +31,7 @@ __all__ = [
     "encode_now",
     "free_btree_key",
     "retract",
+    "retract_from_ram",
 ]
 
 
@@ -233,3 +235,21 @@ async def retract(tier: Tier, step: StepId) -> None:
         btree_key = tier.steps.drop(step)
         if btree_key is not None:
             await tier.store.delete(btree_key)
+
+
+async def retract_from_ram(tier: Tier, ram: Ram, step: StepId) -> None:
+    """Take a step, or a rank's part of it, out of RAM; its chunks are free once nobody reads it. Raises as `load`."""
+    await whole(_retract_from_ram(tier, ram, step))  # half done, it would lose the extents
+
+
+async def _retract_from_ram(tier: Tier, ram: Ram, step: StepId) -> None:
+    arrays = (await step_index.load(tier, step)).arrays if tier.steps.has_own(step) else {}
+    async with tier.steps.turn(step):
+        held = tier.steps.held.get(step) or tier.steps.parts.get(step)
+        index_key = held.btree_key if held is not None else ""
+        unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial), index_key)
+        tier.steps.drop(step)
+    ram.retracted.append((unread, list(unique_extents(arrays))))
+    await ram.reclaim()
+    if index_key:
+        await tier.store.delete(index_key)

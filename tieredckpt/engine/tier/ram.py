@@ -13,6 +13,7 @@ import numpy.typing as npt
 from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.tier.slab_index import SlabIndex
 from tieredckpt.format.encoding import PLAIN, Encoding
 from tieredckpt.format.ocdbt import Extent
@@ -32,8 +33,8 @@ class Ram:
     slab: Slab = field(init=False)
     index: SlabIndex = field(init=False)
     """Empty where another process writes the slab."""
-    unread: list[tuple[Callable[[], bool], list[bytes]]] = field(default_factory=list)
-    """Retracted steps that may still be read: a function that tells whether no reader is left, and the chunks."""
+    retracted: list[tuple[Callable[[], bool], list[bytes]]] = field(default_factory=list)
+    """Steps that left and may still be read: a function that tells whether no reader is left, and the chunks."""
 
     def __post_init__(self) -> None:
         self.slab = self.store.slab
@@ -56,6 +57,16 @@ class Ram:
     def distrust(self, digest: bytes, extent: Extent) -> None:
         """Keep later saves from using a damaged chunk."""
         self.index.distrust(digest, extent.offset)
+
+    async def reclaim(self) -> None:
+        """Free the chunks of steps that left, once nobody reads these any more. Cancelled, it would lose them."""
+        looked_at, self.retracted[:] = tuple(self.retracted), ()  # so that no other task frees them twice
+        unread = await in_thread(lambda: [gone() for gone, _ in looked_at])
+        for each, gone in zip(looked_at, unread, strict=True):
+            if gone:
+                self.index.drop(each[1])
+            else:
+                self.retracted.append(each)
 
     @contextmanager
     def kept(self, manifest: str) -> Iterator[None]:
