@@ -31,10 +31,9 @@ from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.mode.alone import Alone, Reader
 from tieredckpt.engine.mode.among_ranks import AmongRanks
 from tieredckpt.engine.mode.beside_agent import BesideAgent
-from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
+from tieredckpt.engine.opening.connect import connect_late, connect_ram, make_tiers
 from tieredckpt.engine.opening.identify import identify
 from tieredckpt.engine.opening.ram import keep_noted
-from tieredckpt.engine.opening.stale import compare_with_slower
 from tieredckpt.engine.opening.upkeep import catalogue, keep_catalogued, keep_tidy, read_again, renew_lease
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.promoting.promoter import Promoter
@@ -48,7 +47,6 @@ from tieredckpt.engine.saving.pending import PendingSaves
 from tieredckpt.engine.saving.plan import snapshot_size
 from tieredckpt.engine.saving.save import Saved, Writer, versions
 from tieredckpt.engine.scratch import Scratch
-from tieredckpt.engine.state.adoption import adopt_late_tier
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.membership import Membership, Role
 from tieredckpt.engine.state.state import DerivedState, State
@@ -225,12 +223,7 @@ class Engine:
     async def _reconnect(self, tier: Tier) -> None:
         if tier.ram is not None:
             await tier.disconnect()  # its folder went away, and the slab with it
-        try:
-            await connect(self.state, tier)
-        finally:
-            if tier.marker is not None:  # also where the device is full: what it holds can be read
-                await compare_with_slower(self.state, tier)
-                adopt_late_tier(self.state, tier)
+        await connect_late(self.state, tier)
         if tier is self.state.tiers[0]:
             self.prepare_memory(self._snapshot)
             await self.mode.reopened()

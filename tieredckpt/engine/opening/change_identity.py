@@ -118,7 +118,7 @@ async def _tiers(config: StoreConfig) -> AsyncIterator[Sequence[tuple[Tier, Stor
             if tier.in_memory:
                 continue
             until_done.push_async_callback(tier.disconnect)
-            opened.append((tier, (await marker_of(tier))[0]))
+            opened.append((tier, (await marker_of(tier)).marker))
             lease = Lease(tier.store, tier.name, config.lease_ttl)
             await lease.acquire()
             until_done.push_async_callback(lease.release)

@@ -16,9 +16,11 @@ from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Pace, Paced
 from tieredckpt.concurrency import whole
 from tieredckpt.config import StoreConfig, TierConfig
 from tieredckpt.config.kinds import exists, kind_of
-from tieredckpt.engine.opening.identity import marker_of, store_of_steps
+from tieredckpt.engine.opening.identity import SeenMarker, marker_of, store_of_steps
 from tieredckpt.engine.opening.ram import attach_ram, mark_ram, note_owner, open_ram, refuse_other_file_system
 from tieredckpt.engine.opening.scan import scan_tier
+from tieredckpt.engine.opening.stale import compare_with_slower
+from tieredckpt.engine.state.adoption import adopt_late_tier
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease, everything_at_once
@@ -28,12 +30,9 @@ from tieredckpt.events import Events, TierHangs
 from tieredckpt.format import layout
 from tieredckpt.format.marker import StoreMarker
 
-__all__ = ["connect", "connect_ram", "make_tiers", "move_to_earlier_place", "reopen"]
+__all__ = ["connect", "connect_late", "connect_ram", "make_tiers", "move_to_earlier_place", "reopen"]
 
 _log = logging.getLogger("tieredckpt")
-
-_Seen = tuple[StoreMarker | None, bool]
-"""Result of `marker_of`."""
 
 _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
@@ -98,7 +97,7 @@ async def _connect(tier: TierConfig, *, read_only: bool, events: Events) -> Blob
     return Metered(store)
 
 
-async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
+async def connect(state: State, tier: Tier, seen: SeenMarker | None = None) -> None:
     """Open a tier, check that it belongs to this store and to no other writer, and scan its content.
 
     Args:
@@ -112,53 +111,40 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
         TierUnavailable, Corrupt: it cannot be read.
         NoSpace: its device is full; what it holds is known where ``tier.marker`` is set, and can be read.
     """
+    if (full := await _connect_unless_full(state, tier, seen)) is not None:
+        raise full
+
+
+async def connect_late(state: State, tier: Tier) -> None:
+    """`connect` a tier of an open store, and take up the steps that it has, also if its device is full."""
+    full = await _connect_unless_full(state, tier)
+    await compare_with_slower(state, tier)
+    adopt_late_tier(state, tier)
+    if full is not None:
+        raise full
+
+
+async def _connect_unless_full(state: State, tier: Tier, seen: SeenMarker | None = None) -> NoSpace | None:
+    """As `connect`; returns the error of a full device if what that holds is known."""
     await refuse_other_file_system(state, tier)
-    if seen is None:
-        seen = await marker_of(tier)
-    elif seen[0] is None:
-        seen = await tier.open(), False  # another may have come since
-    marker, damaged = seen
-    known = state.identity.marker
-    if marker is None and known is not None and await move_to_earlier_place(state, tier, {known.store}):
-        marker, damaged = await marker_of(tier)
-    ram = tier.ram
-    if known is not None and marker is not None and marker.store != known.store:
-        writes_ram = ram is not None and ram.slab.writable  # whose folder is called by this store's UUID
-        if writes_ram or known.owns(await store_of_steps(tier)):
-            marker, damaged = known, True
-        elif tier.in_memory:
-            raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
-        elif state.identity.made_up and not any(other.steps.held for other in state.tiers if not other.in_memory):
-            await _adopt(state, marker)
-        else:
-            raise Conflict(
-                f"tier {tier.name!r} at {tier.store.location} belongs to another store ({marker.store}, this one is "
-                f"{known.store}); point the tier to a folder of its own"
-            )
+    marker, damaged = await _marker_of_this_store(state, tier, seen)
     writes = not state.read_only and state.manages(tier)
     listed: Sequence[BlobInfo] | None = None
-    lease, full = tier.lease, None
-    try:
-        if lease is not None:
-            await lease.renew()
-            lease.taken_over = False  # all that it holds is read now
-        elif writes and not tier.in_memory:
-            lease = Lease(tier.store, tier.name, state.config.lease_ttl)
-            listed = await lease.acquire()
-        elif not tier.in_memory:
-            listed = await everything_at_once(tier.store)
-    except NoSpace as error:
-        full = error  # the lease is taken before anything is written or deleted
-    tier.lease = lease
-    lacks_marker = (marker is None or damaged) and state.identity.marker is not None and writes
+    full: NoSpace | None = None
+    if not tier.in_memory:
+        try:  # before anything is written or deleted
+            listed = await (_take_lease(state, tier) if writes else everything_at_once(tier.store))
+        except NoSpace as error:
+            full = error
     async with tier.packs.guard:  # a collector that saw half of a scan would take the packs of the rest for dead
-        known = (None if lacks_marker else marker) or state.identity.marker
         # Without a marker it has no catalogs; without its own, the footers tell its version, which catalogs do not.
-        await scan_tier(tier, marker.store if marker is not None and not damaged else None, listed)
+        intact, ours = None if damaged else marker, state.identity.marker
+        await scan_tier(tier, None if intact is None else intact.store, listed)
         if state.membership.size > 1 and not tier.shared:
             tier.steps.set_apart()
         tier.packs.encoding = CODECS[tier.config.codec]
-        if known is not None and writes and (lacks_marker or known.format_version < tier.format_version):
+        known = intact or (ours if writes else None) or marker or ours
+        if known is not None and writes and (intact is None or intact.format_version < tier.format_version):
             known = known.at_version(tier.format_version)
             try:  # before the first compressed chunk; earlier versions refuse it
                 await marker_file.write(tier.store, known)
@@ -169,12 +155,55 @@ async def connect(state: State, tier: Tier, seen: _Seen | None = None) -> None:
                 tier.packs.encoding = CODECS["none"]  # till then
         tier.marker = known
     state.changed.notify()  # who waits for a step may find it now
-    if ram is not None:
+    if (ram := tier.ram) is not None:
         await note_owner(state)
         if writes and ram.store.notice and state.membership.size == 1:  # of several, rank 0 says it for all
             _log.warning("%s", ram.store.notice)
-    if full is not None:
-        raise full
+    return full
+
+
+async def _marker_of_this_store(state: State, tier: Tier, seen: SeenMarker | None) -> SeenMarker:
+    """The marker of a tier that belongs to this store, or is empty. Raises as `connect`."""
+    if seen is None:
+        seen = await marker_of(tier)
+    elif seen.marker is None:
+        seen = SeenMarker(await tier.open())  # another may have come since
+    known = state.identity.marker
+    if seen.marker is None and known is not None and await move_to_earlier_place(state, tier, {known.store}):
+        seen = await marker_of(tier)
+    if known is None or seen.marker is None or seen.marker.store == known.store:
+        return seen
+    writes_ram = tier.ram is not None and tier.ram.slab.writable  # whose folder is called by this store's UUID
+    if writes_ram or known.owns(await store_of_steps(tier)):
+        return SeenMarker(known, damaged=True)
+    if tier.in_memory:
+        raise NotFound(f"tier {tier.name!r} at {tier.store.location} holds the steps of another store")
+    if state.identity.made_up and not any(other.steps.held for other in state.tiers if not other.in_memory):
+        await _adopt(state, seen.marker)
+        return seen
+    raise Conflict(
+        f"tier {tier.name!r} at {tier.store.location} belongs to another store ({seen.marker.store}, this one is "
+        f"{known.store}); point the tier to a folder of its own"
+    )
+
+
+async def _take_lease(state: State, tier: Tier) -> Sequence[BlobInfo] | None:
+    """Take the lease of a tier to write there, or renew it; returns a listing of the tier, if one request gives it.
+
+    Raises `Conflict`, and `NoSpace` if a full device has no room for the lease, which `Lease.renew` takes later.
+    """
+    if (lease := tier.lease) is not None:
+        await lease.renew()
+        lease.taken_over = False  # all that it holds is read now
+        return None
+    lease = Lease(tier.store, tier.name, state.config.lease_ttl)
+    try:
+        listed = await lease.acquire()
+    except NoSpace:
+        tier.lease = lease
+        raise
+    tier.lease = lease
+    return listed
 
 
 async def reopen(state: State, tier: Tier) -> bool:

@@ -15,7 +15,7 @@ from tieredckpt.blobs.ram.places import place_of, places_of
 from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.engine.opening.capacity import refuse_what_cannot_fit
 from tieredckpt.engine.opening.connect import connect, move_to_earlier_place
-from tieredckpt.engine.opening.identity import consistent_markers, known_elsewhere, marker_of
+from tieredckpt.engine.opening.identity import SeenMarker, consistent_markers, known_elsewhere, marker_of
 from tieredckpt.engine.opening.ram import find, refuse_other_file_system
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name, notes
 from tieredckpt.engine.opening.stale import set_stale_apart
@@ -31,9 +31,6 @@ from tieredckpt.settings import explain
 __all__ = ["identify"]
 
 _log = logging.getLogger("tieredckpt")
-
-_Seen = tuple[StoreMarker | None, bool]
-"""Result of `marker_of`."""
 
 
 async def identify(
@@ -81,7 +78,7 @@ class _SlowerTiers:
     failures: list[tuple[Tier, TieredCkptError]] = field(default_factory=list)
     _markers: list[StoreMarker | None] = field(default_factory=list)
     """In the order of the tiers."""
-    _seen: dict[str, _Seen] = field(default_factory=dict)
+    _seen: dict[str, SeenMarker] = field(default_factory=dict)
     """Result of reading each tier's marker, by name."""
 
     def _answering(self) -> list[Tier]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +17,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepRecord, find_record
 from tieredckpt.format.marker import StoreMarker
 
-__all__ = ["consistent_markers", "known_elsewhere", "marker_of", "store_of_steps"]
+__all__ = ["SeenMarker", "consistent_markers", "known_elsewhere", "marker_of", "store_of_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -30,8 +31,17 @@ class _AnyMarker(msgspec.Struct, frozen=True):
     format_version: int | str
 
 
-async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
-    """The marker of a tier (None if it is empty), and whether it was derived from the steps and must be written again.
+class SeenMarker(NamedTuple):
+    """The marker of a tier as it is at opening."""
+
+    marker: StoreMarker | None
+    """None where the tier is empty."""
+    damaged: bool = False
+    """Whether it was derived from the steps, or from another tier, and must be written again."""
+
+
+async def marker_of(tier: Tier) -> SeenMarker:
+    """The marker of a tier; if that cannot be read, as its steps tell it.
 
     Raises:
         Corrupt: it cannot be read, and the steps do not tell either; or it is of another format.
@@ -46,7 +56,7 @@ async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
             raise
         marker, problem = None, error
     if marker is not None:
-        return marker, False
+        return SeenMarker(marker)
     records = await _newest_records(tier)
     if records:
         if all((record.derived is not msgspec.UNSET) != tier.derived for record in records):
@@ -55,10 +65,10 @@ async def marker_of(tier: Tier) -> tuple[StoreMarker | None, bool]:
         _log.warning(
             "tier %r has lost its marker (%s); its steps are of store %s", tier.name, problem or "it is missing", store
         )
-        return StoreMarker(store=store, forked_from=tuple(before) or msgspec.UNSET), True
+        return SeenMarker(StoreMarker(store=store, forked_from=tuple(before) or msgspec.UNSET), damaged=True)
     if problem is not None:
         raise problem
-    return None, False
+    return SeenMarker(None)
 
 
 async def store_of_steps(tier: Tier) -> str | None:
