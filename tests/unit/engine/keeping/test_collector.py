@@ -46,7 +46,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
 from tieredckpt.format import layout, ocdbt
-from tieredckpt.format.manifest import StepId, StepIndex, decode_step
+from tieredckpt.format.manifest import StepId, decode_step
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.testing.faulty import Faulty
 
@@ -747,28 +747,37 @@ async def test_the_packs_of_a_step_stay_whose_commit_could_not_be_read_once(
         assert_restored(await store.restore(2, resume=False), changed(2))
 
 
-async def test_the_packs_of_a_step_stay_that_is_read_well_while_others_are_looked_up(
-    place: Place, disk: dict[str, Any], faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "call"), [(step_index, "load"), (Tier, "now")], ids=["indexes", "time"])
+async def test_the_packs_of_a_step_stay_that_is_read_well_beside_the_collection(
+    place: Place,
+    disk: dict[str, Any],
+    faults: FaultyTiers,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    call: str,
 ) -> None:
-    """A medium fails now and then: for hours, and not when a verification asks beside the collection."""
-    load = step_index.load
+    """A medium fails now and then: for hours, and not when a verification asks while the collection waits for it."""
+    really = getattr(owner, call)
 
-    async def after_a_verification(tier: Tier, step: StepId) -> StepIndex:
+    async def after_a_verification(tier: Tier, *more: Any) -> Any:
         if StepId(1, 1) in tier.steps.damaged:
             faults["disk"].clear()
             await look_again(tier, StepId(1, 1))
-        return await load(tier, step)
+        return await really(tier, *more)
 
     async with opened(place, disk) as store:
         await two_steps_apart(store)
         tier = tier_of(store, "disk")
         tier.quarantine(StepId(1, 1), Corrupt("no commit"))
+        stray = place.disk / layout.btree_key(7, 7)
+        stray.parent.mkdir()
+        stray.touch()  # whose age is looked up
         place.let_the_grace_pass()
         faults["disk"].flip("get", 100, key="steps/0000000001-*/manifest.ocdbt", times=None)
-        tier.steps.indexes.forget(StepId(2, 2))  # so it is looked up
-        monkeypatch.setattr(step_index, "load", after_a_verification)
+        tier.steps.indexes.forget(StepId(2, 2))  # which is looked up, too
+        monkeypatch.setattr(owner, call, after_a_verification)
         await store._life.loop.call(store._life.engine.collector.collect(tier))
-        assert await store.where(1) == ("ram", "disk")
+        assert StepId(1, 1) in tier.steps.held
         assert all(found.intact for found in await store.verify(1, "disk"))
 
 
