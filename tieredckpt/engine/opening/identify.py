@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tieredckpt.blobs.ram.find import FoundRam
@@ -54,94 +54,83 @@ async def identify(
         found = [each for each in found if each.folder == str(folder)]
     state.identity.noted = _noted_elsewhere(found)
     # Where exact steps are lost, a tier of derived ones tells whose they were.
-    slower = _SlowerTiers(state, [tier for tier in (*state.tiers, *state.derived) if not tier.in_memory])
-    await slower.read_markers(found)
-    await slower.look_at_earlier_places(found)
-    choice = _chosen(state, slower.seen_tiers(), found)
+    slower = [_Opening(tier) for tier in (*state.tiers, *state.derived) if not tier.in_memory]
+    await asyncio.gather(*(_read_marker(state, each) for each in slower))
+    await _correct_markers(state, slower, found)
+    await _look_at_earlier_places(state, slower, found)
+    choice = _chosen(state, slower, found)
     _take_identity(state, choice, found)
-    await slower.connect()
-    if state.tiers[0].in_memory:
-        await slower.join(state.tiers[0])  # last, for its note is to tell which of the others have the store
+    await asyncio.gather(*(_connect(state, each) for each in slower if each.error is None))
+    ram = [_Opening(tier) for tier in state.tiers[:1] if tier.in_memory]
+    for each in ram:  # last, for its note is to tell which of the others have the store
+        await _connect(state, each)
     await set_stale_apart(state)
     if not state.read_only:
         refuse_what_cannot_fit(state)
         _warn_of_other_ram(state, choice)
-    return slower.failures
+    return [(each.tier, each.error) for each in (*slower, *ram) if each.error is not None]
 
 
-@dataclass
-class _SlowerTiers:
-    """The tiers below RAM while the store is opened: their markers, and the failures of those that do not answer."""
+@dataclass(slots=True)
+class _Opening:
+    """A tier while the store is opened."""
 
-    state: State
-    tiers: list[Tier]
-    failures: list[tuple[Tier, TieredCkptError]] = field(default_factory=list)
-    _markers: list[StoreMarker | None] = field(default_factory=list)
-    """In the order of the tiers."""
-    _seen: dict[str, SeenMarker] = field(default_factory=dict)
-    """Result of reading each tier's marker, by name."""
+    tier: Tier
+    seen: SeenMarker | None = None
+    """Its marker as it was read; None if `connect` is to read it."""
+    marker: StoreMarker | None = None
+    """The same, corrected by what is known of the store elsewhere; None where it is empty, or does not answer."""
+    error: TieredCkptError | None = None
+    """Why it does not answer, or is not connected."""
 
-    def _answering(self) -> list[Tier]:
-        failed = [tier for tier, _ in self.failures]
-        return [tier for tier in self.tiers if tier not in failed]
 
-    async def read_markers(self, found: Sequence[FoundRam]) -> None:
-        """Read the marker of each tier, and correct those that contradict the steps beside them."""
-        markers = list(await asyncio.gather(*(self._read_marker(tier) for tier in self.tiers)))
-        intact = [marker for marker, damaged in self._seen.values() if marker is not None and not damaged]
-        for i, (tier, marker) in enumerate(zip(self.tiers, markers, strict=True)):
-            if marker is not None and self._seen[tier.name][1]:
-                at = [place] if (place := self.state.identity.places.get(tier.name)) is not None else []
-                markers[i] = known_elsewhere(marker, [*intact, *(each.marker for each in found if notes([each], at))])
-        self._markers = await consistent_markers(self.tiers, markers)
+async def _read_marker(state: State, opening: _Opening) -> None:
+    try:
+        await refuse_other_file_system(state, opening.tier)
+        opening.seen = await marker_of(opening.tier)
+        opening.marker = opening.seen.marker
+    except TieredCkptError as error:
+        opening.error = error
 
-    async def _read_marker(self, tier: Tier) -> StoreMarker | None:
+
+async def _correct_markers(state: State, slower: Sequence[_Opening], found: Sequence[FoundRam]) -> None:
+    """Correct markers that were derived from steps, and those that contradict the steps beside them."""
+    seen = [each.seen for each in slower if each.seen is not None]
+    intact = [marker for marker, damaged in seen if marker is not None and not damaged]
+    for each in slower:
+        if each.seen is not None and each.seen.damaged and each.marker is not None:
+            at = [place] if (place := state.identity.places.get(each.tier.name)) is not None else []
+            each.marker = known_elsewhere(each.marker, [*intact, *(ram.marker for ram in found if notes([ram], at))])
+    markers = await consistent_markers([each.tier for each in slower], [each.marker for each in slower])
+    for each, marker in zip(slower, markers, strict=True):
+        each.marker = marker
+
+
+async def _look_at_earlier_places(state: State, slower: Sequence[_Opening], found: Sequence[FoundRam]) -> None:
+    """Look for the store at the places that earlier versions gave to tiers, where a tier has no marker."""
+    silent = any(each.error is not None for each in slower)
+    known = {each.marker.store for each in slower if each.marker is not None}
+    if not known and not silent and len(slower) > 1:
+        return  # all answer and are empty, so it is a new store
+    stores = known or (None if silent else {each.store for each in found if is_of_name(each, state.config)})
+    for each in slower:
+        if each.marker is not None or each.error is not None:
+            continue
         try:
-            await refuse_other_file_system(self.state, tier)
-            self._seen[tier.name] = await marker_of(tier)
-            return self._seen[tier.name][0]
+            each.marker = await move_to_earlier_place(state, each.tier, stores)
+            if each.marker is not None:
+                each.seen = None  # which was of the place that it left
+                if (place := await place_of(each.tier.config)) is not None:
+                    state.identity.places[each.tier.name] = place
         except TieredCkptError as error:
-            self.failures.append((tier, error))
-            return None
+            each.error = error
 
-    async def look_at_earlier_places(self, found: Sequence[FoundRam]) -> None:
-        """Look for the store at the places that earlier versions gave to tiers, where a tier has no marker."""
-        config, answering = self.state.config, self._answering()
-        silent = len(answering) < len(self.tiers)
-        known = {marker.store for marker in self._markers if marker is not None}
-        if not known and not silent and len(self.tiers) > 1:
-            return  # all answer and are empty, so it is a new store
-        stores = known or (None if silent else {each.store for each in found if is_of_name(each, config)})
-        for i, tier in enumerate(self.tiers):
-            if self._markers[i] is not None or tier not in answering:
-                continue
-            try:
-                self._markers[i] = await move_to_earlier_place(self.state, tier, stores)
-                if self._markers[i] is not None:
-                    del self._seen[tier.name]  # which was of the place that it left
-                    if (place := await place_of(tier.config)) is not None:
-                        self.state.identity.places[tier.name] = place
-            except TieredCkptError as error:
-                self.failures.append((tier, error))
 
-    def seen_tiers(self) -> list[SeenTier]:
-        """The tiers as `choose` takes them."""
-        places, answering = self.state.identity.places, self._answering()
-        return [
-            SeenTier(tier.name, places.get(tier.name) or Place(location=""), tier in answering, marker)
-            for tier, marker in zip(self.tiers, self._markers, strict=True)
-        ]
-
-    async def connect(self) -> None:
-        """Connect the tiers that answer to the store."""
-        await asyncio.gather(*(self.join(tier) for tier in self._answering()))
-
-    async def join(self, tier: Tier) -> None:
-        """Connect a tier; a failure is noted."""
-        try:
-            await connect(self.state, tier, self._seen.get(tier.name))
-        except TieredCkptError as error:
-            self.failures.append((tier, error))
+async def _connect(state: State, opening: _Opening) -> None:
+    try:
+        await connect(state, opening.tier, opening.seen)
+    except TieredCkptError as error:
+        opening.error = error
 
 
 def _take_identity(state: State, choice: Choice, found: Sequence[FoundRam]) -> None:
@@ -157,7 +146,12 @@ def _take_identity(state: State, choice: Choice, found: Sequence[FoundRam]) -> N
     identity.noted = _noted_elsewhere(own)
 
 
-def _chosen(state: State, seen: list[SeenTier], found: Sequence[FoundRam]) -> Choice:
+def _chosen(state: State, slower: Sequence[_Opening], found: Sequence[FoundRam]) -> Choice:
+    places = state.identity.places
+    seen = [
+        SeenTier(each.tier.name, places.get(each.tier.name) or Place(location=""), each.error is None, each.marker)
+        for each in slower
+    ]
     try:
         return choose(seen, found, state.config)
     except Conflict:
