@@ -220,7 +220,7 @@ class Collector:
                 if uncertain is None or step in steps.damaged:
                     continue
                 if step in steps.held:
-                    if uncertain.age < grace:
+                    if late and uncertain.age < grace:
                         continue
                     await self._reread(tier, step)
                 elif not late or await step_index.root_key(tier, step) in uncertain.btree_keys:
