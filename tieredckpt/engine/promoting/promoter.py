@@ -120,6 +120,7 @@ class Promoter:
                     # Nothing but time brings a failed tier back.
                     await asyncio.sleep(max(0.0, self.tier.health.retry_at - time.monotonic()))
                     await self._come_back_to_full()
+                    self.tier.health.answered = True
                 await self._collector.evictor.find_out(self.tier)
                 step = self.next_due()
                 if step is not None:

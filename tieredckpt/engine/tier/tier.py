@@ -56,6 +56,8 @@ class Health:
     """Last failure of a tier, until an operation succeeds."""
 
     error: Exception | None = None
+    answered: bool = False
+    """Whether the tier has answered since, and what it holds is known, though nothing has succeeded yet."""
     note: str = ""
     """Note for people about a tier that works."""
     retry_at: float = 0.0
@@ -72,7 +74,7 @@ class Health:
 
     def fail(self, error: Exception) -> float:
         """Note a failure; returns the seconds until the next try."""
-        self.error = error
+        self.error, self.answered = error, False
         delay = limits.backoff(limits.in_force.first_retry, limits.in_force.last_retry, self._failures)
         self._failures += 1
         self.retry_at = time.monotonic() + delay
@@ -199,7 +201,8 @@ class Tier:
     @property
     def answers(self) -> bool:
         """Whether what it holds can be read and deleted: a full tier answers, though it is not healthy."""
-        return self.blobs is not None and (self.health.error is None or isinstance(self.health.error, NoSpace))
+        error, answered = self.health.error, self.health.answered
+        return self.blobs is not None and (error is None or answered or isinstance(error, NoSpace))
 
     @property
     def chunks(self) -> Packs | Ram:

@@ -36,7 +36,7 @@ from tieredckpt.engine.mode import alone
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
-from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
+from tieredckpt.events import StepEvicted, StepPromoted, TierFailed, TierRecovered
 
 
 @pytest.fixture
@@ -317,6 +317,24 @@ async def test_a_tier_at_its_capacity_makes_room_and_goes_on(shared_memory: Path
         await store.flush()
         assert sum(files_under(disk).values()) <= capacity + CHUNK
         assert "disk" in await store.where(11)
+
+
+async def test_a_full_tier_that_comes_back_gives_up_no_more_steps_than_a_newer_one_needs(
+    shared_memory: Path, disk: Path, faults: FaultyTiers
+) -> None:
+    far = folder(disk, capacity=14 * 4 * CHUNK, retain={"kind": "last_n", "n": 1})
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": far})) as store:
+        heard = Heard(store)
+        for step in (1, 2, 3):
+            await (await store.save(step, tree(step))).reached("disk")
+        faults.kill("disk")
+        await store.save(4, tree(4))
+        await heard.first(TierFailed)
+        faults.revive("disk")
+        await heard.first(TierRecovered)
+        assert await store.where(4) == ("ram", "disk")
+        assert not any(isinstance(event.error, NoSpace) for event in heard.of(TierFailed))
+        assert [event.step for event in heard.of(StepEvicted)] == [1]
 
 
 async def test_a_tier_too_small_for_two_steps_says_so_and_keeps_the_one(
