@@ -221,14 +221,16 @@ async def retract(tier: Tier, step: StepId) -> None:
     """Take a step's commit back, the manifest first. Its packs are left to the collector.
 
     Raises:
-        TierUnavailable: it may be there or not, which shows when the tier works again. Also as `Lease.confirm`.
+        TierUnavailable: it may be there or not, which shows when the tier works again; a server that refused has left
+            it there. Also as `Lease.confirm`.
     """
     async with tier.steps.turn(step):
         await tier.confirm_lease(deleting=True)
         try:
             await delete_manifest(tier, step)
         except (TierUnavailable, asyncio.CancelledError):
-            if (held := tier.steps.held.get(step)) is not None:
+            refused = tier.store.traits.remote and step not in tier.steps.deletions
+            if not refused and (held := tier.steps.held.get(step)) is not None:
                 why = IndeterminateDelete(f"tier {tier.name!r}: {step} was being deleted when that failed", held)
                 tier.quarantine(step, why)
             raise
