@@ -244,7 +244,7 @@ class ListAtOnce(Protocol):
     """Optional ability of stores whose requests cost more than their listings."""
 
     async def list_at_once(self, prefix: str) -> Sequence[BlobInfo] | None:
-        """As `List.list`, by one request; None where there are more objects than one request lists."""
+        """As `List.list`, by one request; None where one request cannot list them all."""
         ...
 
 

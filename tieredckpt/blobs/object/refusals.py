@@ -11,7 +11,7 @@ from tieredckpt.blobs.base import Unanswered
 from tieredckpt.blobs.object.throttle import SlowDown
 from tieredckpt.errors import Conflict, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
 
-__all__ = ["Denied", "NoConditions", "NoRanges", "meaning", "without_secrets"]
+__all__ = ["Denied", "NoConditions", "NoRanges", "OddName", "meaning", "without_secrets"]
 
 _BODY = re.compile(r"<(?:\?xml|!doctype|html|Error).*", re.IGNORECASE | re.DOTALL)
 _SAID = re.compile(r"<(?:Code|Message|Details)>(.*?)</")
@@ -37,6 +37,7 @@ _ENDED = re.compile(f"<Code>({'|'.join(_ENDINGS)})<")
 _METADATA = re.compile(r"//(?:169\.254\.|metadata\.google\.internal|\[fd00:ec2::254\])")
 """Address at which a cloud gives credentials to its machines; it is asked last."""
 _NO_RANGES = "non-partial response"
+_ODD_NAME = "object with invalid path"
 _BEYOND = re.compile(r"Wanted range starting at|CONTENT_RANGE header: \S*bytes 0--1/0")
 """Error texts of obstore for a server that answers a range at the end with nothing, as Azurite does."""
 
@@ -51,6 +52,10 @@ class NoConditions(Unanswered):
 
 class NoRanges(Unanswered):
     """The server answered a request for a range with the whole object."""
+
+
+class OddName(Unanswered):
+    """Somebody has put an object into the folder whose name obstore refuses; it lists none of the others then."""
 
 
 def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> TieredCkptError:
@@ -70,6 +75,8 @@ def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> Tier
         return NoConditions(what)
     if (ended := _ENDED.search(full)) is not None:
         return Unanswered(f"{what}; {_ENDINGS[ended[1]]}")
+    if _ODD_NAME in full:
+        return OddName(f"{what}; that object is none of the store's: delete it, or move it out of the tier's folders")
     if _ELSEWHERE.search(full):
         return Unanswered(f"{what}; the bucket is in another region: set the tier's `region`")
     if _METADATA.search(full):

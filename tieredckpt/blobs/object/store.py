@@ -24,6 +24,7 @@ from tieredckpt.blobs.base import (
 )
 from tieredckpt.blobs.object.client import LISTED_AT_ONCE, Client, Range
 from tieredckpt.blobs.object.landing import Landing
+from tieredckpt.blobs.object.refusals import OddName
 from tieredckpt.blobs.object.throttle import SlowDown, Throttle
 from tieredckpt.concurrency import in_thread, outlast, shielded
 from tieredckpt.errors import Closed, Corrupt, Invalid, ShortRead, TierUnavailable
@@ -157,7 +158,10 @@ class ObjectStore:
         check_prefix(prefix)
         with self._in_use():
             async with contextlib.aclosing(_Pages(self._client, prefix)) as pages:
-                page = await self._throttle(pages.following)
+                try:
+                    page = await self._throttle(pages.following)
+                except OddName:
+                    return None  # the folder in question may have none
         return None if len(page) >= LISTED_AT_ONCE else [info for info in page if is_key(info.key)]
 
     async def delete(self, key: str) -> None:

@@ -329,6 +329,24 @@ async def test_an_unfit_server_refuses_the_store(settings: StoreConfig, between:
         await CheckpointStore.open(settings)
 
 
+async def test_an_object_of_somebody_else_keeps_nobody_from_the_store_whatever_its_name(
+    settings: StoreConfig, s3_place: Place
+) -> None:
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    far = settings.model_copy(update={"tiers": settings.slower})
+    for name in ("/no folder", "notes/../x", "%zz", "a tab\t"):
+        await s3_place.bucket.put(name, b"")
+    for read_only in (True, False):
+        async with CheckpointStore.open(far, read_only=read_only) as store:
+            assert_restored(await store.restore(), tree(1))
+    await s3_place.bucket.put("packs//x", b"")  # among the store's own
+    async with CheckpointStore.open(settings) as store:
+        assert "packs//x" in (await store.tier_infos())[1].problem
+        assert "delete it" in (await store.tier_infos())[1].problem
+
+
 async def test_a_url_and_the_environment_are_enough(
     s3_place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
