@@ -256,8 +256,7 @@ async def _from_packs(
     try:
         store = tier.store
     except TierUnavailable as error:  # it was disconnected since
-        for piece in pieces:
-            source.note(tier, piece.key, piece.chunk, error)
+        source.note_all(tier, [(piece.key, piece.chunk) for piece in pieces], error)
         return pieces
     traits = store.traits
     under_way = max(1, limits.in_force.reads_under_way // max(run.end - run.offset for run in waiting))
@@ -270,29 +269,48 @@ async def _from_packs(
         read = partial(_through_scratch, state, tier, encoding, reading=asyncio.Semaphore(reads))
         runs_at_once = 2 * reads
 
+    missed: set[str] = set()
+
     async def reader() -> None:
         while waiting:
             run = waiting.popleft()
+            asked = run.pieces
             why: TieredCkptError | None = None
             try:
                 bad = await read(run)
-            except (Corrupt, NotFound, TierUnavailable) as error:
-                if len(run.pieces) > 1 and not isinstance(error, TierUnavailable):
-                    # Some of them may be there.
-                    waiting.extend(one for piece in run.pieces for one in _runs([piece], encoding))
+            except NotFound as error:
+                if run.path not in missed:  # an answer may be wrong just once
+                    missed.add(run.path)
+                    waiting.append(run)
                     continue
-                bad, why = run.pieces, error
-            for piece in bad:
-                text = f"tier {tier.name!r}: bytes of {run.path} are not what was saved"
-                source.note(tier, piece.key, piece.chunk, why or Corrupt(text))
+                bad = asked = [*asked, *_taken(waiting, run.path)]
+                why = error
+            except (Corrupt, TierUnavailable) as error:
+                if len(asked) > 1 and isinstance(error, Corrupt):
+                    # Some of them may be there.
+                    waiting.extend(one for piece in asked for one in _runs([piece], encoding))
+                    continue
+                bad, why = asked, error
+            if bad:
+                why = why or Corrupt(f"tier {tier.name!r}: bytes of {run.path} are not what was saved")
+                source.note_all(tier, [(piece.key, piece.chunk) for piece in bad], why)
             failed.extend(bad)
             if source.progress is not None:
-                source.progress(sum(piece.nbytes for piece in run.pieces))
+                source.progress(sum(piece.nbytes for piece in asked))
             if isinstance(why, Overdue):
                 return  # and leaves the rest to others, or to another tier if none is answered
 
     await together([reader() for _ in range(min(runs_at_once, len(waiting)))])
     return failed + [piece for run in waiting for piece in run.pieces]
+
+
+def _taken(waiting: deque[Run], path: str) -> list[Piece]:
+    """Take the runs of a pack out of those that wait; returns their pieces."""
+    taken = [piece for run in waiting if run.path == path for piece in run.pieces]
+    others = [run for run in waiting if run.path != path]
+    waiting.clear()
+    waiting.extend(others)
+    return taken
 
 
 async def _digested(state: State, tier: Tier, run: Run, *, through_scratch: asyncio.Semaphore) -> list[Piece]:

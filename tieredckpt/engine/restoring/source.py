@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -353,21 +353,29 @@ class StepSource:
 
     def note(self, tier: Tier, key: str, chunk: Chunk, error: TieredCkptError) -> None:
         """Record that a tier lacks a chunk that it should have; a silent tier is not damaged."""
-        key = layout.array_key(key)
+        self.note_all(tier, [(key, chunk)], error)
+
+    def note_all(self, tier: Tier, lacking: Sequence[tuple[str, Chunk]], error: TieredCkptError) -> None:
+        """`note` chunks of arrays, by key, that one read should have brought; they are told in one line."""
+        arrays = [*dict.fromkeys(layout.array_key(key) for key, _ in lacking)]
+        where = f"array {arrays[0]!r}" + (f" and {len(arrays) - 1} more" if len(arrays) > 1 else "")
+        what = "a chunk" if len(lacking) == 1 else f"{len(lacking)} chunks"
         level = _level(self.state, error)
-        _log.log(level, "%s, array %r: tier %r does not have a chunk intact: %s", self.step, key, tier.name, error)
+        _log.log(level, "%s, %s: tier %r does not have %s intact: %s", self.step, where, tier.name, what, error)
         report_silent(self.state, tier, error)
         (self._overdue.add if isinstance(error, Overdue) else self._overdue.discard)(tier.name)
+        places = {(tier.name, chunk.where) for _, chunk in lacking}
         if isinstance(error, TierUnavailable):
             self.silence = error
             if not isinstance(error, Overdue):
-                self._refused.add((tier.name, chunk.where))
-        else:
-            self._refused.discard((tier.name, chunk.where))
-            self._bad.add((tier.name, chunk.where))
+                self._refused |= places
+            return
+        self._refused -= places
+        self._bad |= places
+        for key, chunk in lacking:
             if isinstance(chunk.where, Extent):
                 tier.chunks.distrust(chunk.digest, chunk.where)
-            self.damage.append(Damage(tier, chunk.digest, key, error))
+            self.damage.append(Damage(tier, chunk.digest, layout.array_key(key), error))
 
 
 def _level(state: State, error: TieredCkptError) -> int:

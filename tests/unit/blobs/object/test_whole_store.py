@@ -347,6 +347,22 @@ async def test_an_object_of_somebody_else_keeps_nobody_from_the_store_whatever_i
         assert "delete it" in (await store.tier_infos())[1].problem
 
 
+@pytest.mark.parametrize("fault", [deny, lambda request: request.refuse(404, "NoSuchKey")], ids=["refused", "gone"])
+async def test_a_pack_that_cannot_be_read_is_told_once_and_not_asked_for_by_each_of_its_chunks(
+    settings: StoreConfig, between: Proxy, caplog: pytest.LogCaptureFixture, fault: Any
+) -> None:
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+        between.fail("GET", fault, key="/packs/", times=None)
+        between.restart_count()
+        (_, verified) = await store.verify(1)
+        assert verified.problem
+        assert sum("/packs/" in path for _, path in between.asked) <= 2
+        (told,) = [record.getMessage() for record in caplog.records if "does not have" in record.getMessage()]
+        assert "'params/w0' and 3 more: tier 's3' does not have 12 chunks intact" in told
+
+
 async def test_a_url_and_the_environment_are_enough(
     s3_place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
