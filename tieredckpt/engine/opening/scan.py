@@ -183,7 +183,7 @@ async def _list_again(tier: Tier, but: Collection[StepId]) -> None:
     reads, found = Reads(tier), dict[StepId, Held | TieredCkptError | None]()
 
     async def read(step: StepId) -> None:
-        found[step] = await reads.of(step, _read_step(tier, step))
+        found[step] = await reads.of(step, partial(_read_step, tier, step))
 
     await _all(partial(read, step) for step in unknown)
     reads.check()
@@ -245,9 +245,9 @@ async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
 
 async def _find_step(reads: Reads, folders: Mapping[StepId, Mapping[str, BlobInfo]], step: StepId) -> None:
     tier = reads.tier
-    found = await reads.of(step, _read_step(tier, step))
+    found = await reads.of(step, partial(_read_step, tier, step))
     if isinstance(found, TieredCkptError) and step not in reads.unreadable:
-        found = await reads.of(step, _read_step(tier, step))  # what lies just once would cost the newest step
+        found = await reads.of(step, partial(_read_step, tier, step))  # what lies just once would cost the newest step
     match found:
         case Held() as held:
             tier.steps.held[step] = held

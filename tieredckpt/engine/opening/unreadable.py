@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from tieredckpt.blobs.base import Unanswered
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.steps import Held, Unreadable
 from tieredckpt.engine.tier.tier import Tier
@@ -34,11 +35,14 @@ class Reads:
     """Steps with an unreadable file, unless `check` finds that the tier failed."""
 
     async def of(
-        self, step: StepId, reading: Awaitable[Held | TieredCkptError | None]
+        self, step: StepId, read: Callable[[], Awaitable[Held | TieredCkptError | None]]
     ) -> Held | TieredCkptError | None:
         """The result of reading a step, or that it is `Unreadable`. Raises `TierUnavailable` as `note`."""
         try:
-            found = await reading
+            try:
+                found = await read()
+            except Unanswered:  # a refusal, which the store itself does not ask for once more
+                found = await read()
         except TierUnavailable as error:
             await self.note(error)
             self.unreadable[step] = Unreadable(f"tier {self.tier.name!r} works, but for a file of {step}: {error}")

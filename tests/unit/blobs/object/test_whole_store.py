@@ -434,7 +434,9 @@ async def test_what_a_server_does_not_deliver_is_asked_for_once_more_and_not_cal
         assert_same((await reader.restore()).tree, tree(1))
 
 
-@pytest.mark.parametrize("fault", [abridge, lambda request: request.refuse(404, "NoSuchKey")], ids=["short", "missing"])
+@pytest.mark.parametrize(
+    "fault", [abridge, lambda request: request.refuse(404, "NoSuchKey"), deny], ids=["short", "missing", "refused"]
+)
 async def test_a_commit_that_is_answered_wrongly_once_is_read_once_more(
     settings: StoreConfig, between: Proxy, fault: Any
 ) -> None:
