@@ -56,12 +56,15 @@ class Range(NamedTuple):
 class Client:
     """The objects below the prefix of a tier. Every method is one request, and is not repeated here."""
 
+    keeps_versions = False
+    """Whether the service told a version of the object that was last put or read: what is deleted stays as one."""
     _used_by: int | None = None
     """The process whose obstore has begun to work; its threads are not in a process that was forked since."""
 
     def __init__(self, tier: ObjectTier) -> None:
         """Blocking where a profile is read. Raises `Invalid` for settings that obstore does not take."""
         self._name, self.location = tier.name, tier.location
+        self._always_tells_versions = isinstance(tier, GcsTier)
         self._secrets = _secrets(tier)
         try:
             opened = _MAKERS[type(tier)](tier, tier.service or "")
@@ -78,7 +81,8 @@ class Client:
         """One PUT of the caller's memory, without a copy; obstore may use the memory for a moment after this ends."""
         mode = "create" if create_only else "overwrite"
         with self._errors(key, "written", exclusive=create_only):
-            await obstore.put_async(self._store, key, views, mode=mode, use_multipart=False)
+            put = await obstore.put_async(self._store, key, views, mode=mode, use_multipart=False)
+        self._note(put["version"])
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], *, nbytes: int | None = None) -> None:
         """Upload in several requests. The object appears at once after the last; if this raises, no part of it does.
@@ -148,6 +152,7 @@ class Client:
         with self._errors(key, "read"):
             result = await obstore.get_async(self._store, key, options=options)
             found, size = result.range, result.meta["size"]
+        self._note(result.meta["version"])
         start, end = found
         return Range(start, end, self._pieces(key, result, piece)), size
 
@@ -179,6 +184,9 @@ class Client:
                 await obstore.delete_async(self._store, key)
         except NotFound:
             pass  # Azure and Google Cloud Storage raise this
+
+    def _note(self, version: str | None) -> None:
+        self.keeps_versions = version not in (None, "null") and not self._always_tells_versions
 
     async def _pieces(self, key: str, result: Any, nbytes: int) -> AsyncGenerator[Any]:
         with self._errors(key, "read"):

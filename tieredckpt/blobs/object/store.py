@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -88,6 +88,11 @@ class ObjectStore:
     @property
     def location(self) -> str:
         return self._client.location
+
+    def facts(self) -> Mapping[str, str]:
+        """See `tieredckpt.blobs.checkup.Facts`."""
+        told = "the service keeps them: what is deleted is paid for until a lifecycle rule deletes noncurrent versions"
+        return {"old versions": told} if self._client.keeps_versions else {}
 
     async def get(self, key: str, *, limit: int) -> bytes:
         self._check(key)

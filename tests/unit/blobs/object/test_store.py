@@ -40,6 +40,7 @@ from tieredckpt.blobs.object.kind import S3
 from tieredckpt.blobs.object.refusals import meaning
 from tieredckpt.blobs.object.store import ObjectStore
 from tieredckpt.blobs.object.throttle import SlowDown
+from tieredckpt.blobs.tier_checkup import check_tier
 from tieredckpt.blobs.wrap import Deadline, Retrying
 from tieredckpt.config.object_tiers import S3Tier
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, TierUnavailable
@@ -392,6 +393,23 @@ async def test_a_listing_in_no_order_is_not_resumed_behind_what_it_did_not_tell(
     with pytest.raises(TierUnavailable, match="in no order"):
         [info async for info in store.list("")]
     await store.close()
+
+
+async def test_a_checkup_tells_where_what_is_deleted_stays_as_a_version(s3_place: Place, between: Proxy) -> None:
+    async def told() -> list[str]:
+        checks = [check async for check in check_tier(S3Tier(name="s3", **s3_place.tier(between.url)), MIB)]
+        assert all(check.ok for check in checks)
+        return [check.detail for check in checks if check.name == "old versions"]
+
+    def versioned(request: Handler) -> None:
+        request.answer(request.forward(), headers={"x-amz-version-id": "15617812"})
+
+    between.fail("*", versioned, times=None)
+    for _ in ("a new tier", "one that is known"):
+        (detail,) = await told()
+        assert "paid for" in detail
+    between.heal()
+    assert not await told()
 
 
 FORKING = """
