@@ -244,7 +244,11 @@ class ObjectStore:
 
 
 class _Pages:
-    """A listing, page by page. After `SlowDown` it continues behind the pages that came."""
+    """A listing, page by page. After `SlowDown` it continues behind the pages that came.
+
+    obstore takes an answer that is no listing for an empty one: an error that a server tells with status 200, the page
+    of a proxy. So a listing that ends with an empty page, where it usually has a shorter one, is continued once more.
+    """
 
     def __init__(self, client: Client, prefix: str) -> None:
         self._client, self._prefix = client, prefix
@@ -252,17 +256,24 @@ class _Pages:
         self._last = ""
         """The greatest key so far, if they come in order."""
         self._ordered = True
+        self._ended = False
+        """Whether it ended, or will with a page that is short."""
 
     async def following(self) -> Sequence[BlobInfo]:
         """The next page, empty at the end. Raises `SlowDown`, and may be called again then."""
         try:
             page: Sequence[BlobInfo] = await anext(self._pages, [])
+            if not page and not self._ended and self._ordered:
+                self._ended = True
+                self._pages = self._client.list(self._prefix, after=self._last)
+                page = await anext(self._pages, [])
         except SlowDown as error:
             if not self._ordered:
                 raise TierUnavailable(f"{error}; its listings are in no order, and cannot go on") from error
             self._pages = self._client.list(self._prefix, after=self._last)
             raise
         keys = [self._last, *(info.key for info in page)]
+        self._ended = self._ended or 0 < len(page) < LISTED_AT_ONCE
         self._ordered = self._ordered and keys == sorted(keys)
         self._last = keys[-1]
         return page

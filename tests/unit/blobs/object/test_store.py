@@ -66,7 +66,7 @@ async def test_each_verb_is_one_request_and_a_pack_one_put(store: BlobStore, bet
         assert between.count == {verb: 1}
     between.restart_count()
     assert [info async for info in store.list("packs/")] == []
-    assert between.count == {"LIST": 1}
+    assert between.count == {"LIST": 2}
 
 
 async def test_a_listing_tells_the_times_of_the_server(store: BlobStore) -> None:
@@ -378,6 +378,36 @@ async def test_a_listing_of_several_pages_is_complete_also_where_the_server_want
     assert isinstance(store, ListAtOnce)
     assert await store.list_at_once("packs/") is None
     assert between.count == {"LIST": 1}
+
+
+async def test_an_answer_that_is_no_listing_is_not_taken_for_an_empty_one(store: BlobStore, between: Proxy) -> None:
+    """Else a training would begin anew, or go on from an older step."""
+
+    def failed(request: Handler) -> None:
+        request.refuse(200, "InternalError")
+
+    def login(request: Handler) -> None:
+        request.answer_with(200, "<html><body>Who are you?</body></html>")
+
+    for fault in (failed, login):
+        await store.put("steps/1", [b"x"])
+        between.fail("LIST", fault)
+        assert [info.key async for info in store.list("steps/")] == ["steps/1"]
+        between.fail("LIST", fault)
+        assert isinstance(store, ListAtOnce)
+        assert [info.key for info in await store.list_at_once("steps/") or ()] == ["steps/1"]
+
+
+async def test_a_listing_of_several_pages_is_complete_also_where_one_is_answered_with_an_error(
+    store: BlobStore, between: Proxy, s3_place: Place
+) -> None:
+    names = {f"packs/{number:04}" for number in range(1001)}
+    for some in [sorted(names)[at : at + 50] for at in range(0, len(names), 50)]:
+        await asyncio.gather(*(store.put(name, [b""]) for name in some))
+    between.fail("LIST", lambda request: request.refuse(200, "InternalError"), key="continuation-token")
+    assert {info.key async for info in store.list("packs/")} == names
+    await store.delete("packs/1000")  # what is left fills a page
+    assert len([info async for info in store.list("packs/")]) == 1000
 
 
 async def test_a_listing_in_no_order_is_not_resumed_behind_what_it_did_not_tell() -> None:

@@ -27,7 +27,7 @@ from tieredckpt.errors import Conflict, Invalid, TierUnavailable
 from tieredckpt.events import StepEvicted
 from tieredckpt.units import parse_size
 
-FIRST, EMPTY, LATER, READING, WITH_STEPS, MANY_OBJECTS = 12, 5, 8, 5, 9, 12
+FIRST, EMPTY, LATER, READING, WITH_STEPS, MANY_OBJECTS = 14, 6, 9, 5, 10, 13
 """Requests of an opening: of a new tier; of one that is known and empty; of one with steps, to write and to read; with
 many steps; and where a listing of everything takes several."""
 
@@ -157,13 +157,14 @@ async def test_a_hundred_steps_are_opened_with_few_requests(
     settings = config(tiers)
     async with CheckpointStore.open(settings) as store:
         for step in range(100):
-            await store.save(step, {"w": np.full(10, step)})
+            await store.save(step, {"in the index": np.full(10, step), "in a pack": np.arange(9000)})
         await store.flush()
     between.restart_count()
     async with CheckpointStore.open(settings) as store:
         assert await total(between, store) <= WITH_STEPS
         assert len(await store.steps()) == 100
-    monkeypatch.setattr("tieredckpt.blobs.object.store.LISTED_AT_ONCE", 100)
+    for module in ("client", "store"):
+        monkeypatch.setattr(f"tieredckpt.blobs.object.{module}.LISTED_AT_ONCE", 90)
     between.restart_count()
     async with CheckpointStore.open(settings) as store:
         assert await total(between, store) <= MANY_OBJECTS
