@@ -94,7 +94,8 @@ def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> Tier
     if status == 429 or _SLOW.search(full) or (status == 503 and doing == "looked at"):
         return SlowDown(what)
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or status in (401, 403):
-        return Denied(f"{what}; the credentials do not allow it")
+        held = ", or a retention policy does not" if status == 403 and doing in ("written", "deleted") else ""
+        return Denied(f"{what}; the credentials do not allow it{held}")
     if doing == "deleted" and status in (409, 412):
         return Unanswered(f"{what}; look for an immutability policy, a legal hold or a lease on it")
     if isinstance(error, FileNotFoundError):

@@ -110,7 +110,7 @@ async def test_a_step_that_may_be_deleted_yet_counts_as_no_copy(settings: StoreC
 async def test_a_deletion_that_the_server_refuses_comes_no_more(store: CheckpointStore, between: Proxy) -> None:
     """So the step is held as before, and nobody needs to look."""
     between.fail("DELETE", deny, key=MANIFEST, times=None)
-    with pytest.raises(TierUnavailable, match="credentials do not allow"):
+    with pytest.raises(TierUnavailable, match="credentials do not allow it, or a retention policy does not"):
         await store.evict(1, "s3")
     assert deletions(between) == 1
     await store.evict(1, "ram")
