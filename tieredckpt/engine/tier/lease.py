@@ -183,7 +183,7 @@ class Lease:
             except NoSpace:
                 if not deleting:
                     raise
-                await self._give_way()
+                await self._give_way(written=False)
         if self.taken_over and (self.was_taken or not deleting):
             raise TierUnavailable(
                 f"tier {self._tier!r} at {self.store.location}: this writer had no lease for a while (it was silent "
@@ -201,13 +201,22 @@ class Lease:
         await self.store.put(self._key, [msgspec.json.encode(holder)])
         self._renewed_at = now
 
-    async def _others(self, listed: Iterable[BlobInfo] | None = None) -> list[tuple[Holder, str]]:
+    async def _others(
+        self, listed: Iterable[BlobInfo] | None = None, *, written: bool = False
+    ) -> list[tuple[Holder, str]]:
         """The other live holders of leases, with the keys of these; removes stale leases.
 
-        ``listed`` is what the tier holds; None to list its leases.
+        ``listed`` is what the tier holds; None to list its leases. Raises `TierUnavailable` for a listing that lacks
+        the own lease, which was ``written`` just before.
         """
         found = []
-        for info in [info async for info in self.store.list(layout.LEASES)] if listed is None else listed:
+        infos = [info async for info in self.store.list(layout.LEASES)] if listed is None else tuple(listed)
+        if written and all(info.key != self._key for info in infos):
+            raise TierUnavailable(
+                f"tier {self._tier!r} at {self.store.location}: a listing lacks the lease written just before, "
+                "so it may lack steps; the server, or a proxy before it, answers with an old listing or with an error"
+            )
+        for info in infos:
             if info.key == self._key or not info.key.startswith(layout.LEASES):
                 continue
             holder = await self._read(info.key)
@@ -267,9 +276,9 @@ class Lease:
                 return holder
         return None
 
-    async def _give_way(self, listed: Iterable[BlobInfo] | None = None) -> None:
+    async def _give_way(self, listed: Iterable[BlobInfo] | None = None, *, written: bool = True) -> None:
         """Refuse to hold the lease beside a writer that took it earlier: of several at the same moment one remains."""
-        for holder, key in await self._others(listed):
+        for holder, key in await self._others(listed, written=written):
             if (holder.taken_at, key) < (self._taken_at, self._key):
                 raise self._conflict((holder, key))
 

@@ -451,3 +451,22 @@ async def test_a_commit_that_is_answered_wrongly_once_is_read_once_more(
         restored = await store.restore()
         assert restored is not None
         assert_same(restored.tree, tree(2))
+
+
+@pytest.mark.parametrize("with_ram", [False, True], ids=["s3 alone", "ram and s3"])
+async def test_a_writer_takes_no_answer_that_is_no_listing_for_an_empty_tier(
+    s3_place: Place, between: Proxy, shared_memory: Path, with_ram: bool
+) -> None:
+    """As of a proxy that asks for a login. Else a training that is started again would begin anew."""
+
+    def login(request: Any) -> None:
+        request.answer_with(200, "<html><body>Who are you?</body></html>")
+
+    s3 = {"s3": s3_place.tier(between.url)}
+    settings = config({"ram": ram(shared_memory), **s3} if with_ram else s3)
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("s3")
+    between.fail("LIST", login, times=None)
+    with pytest.raises(TierUnavailable, match="lacks the lease written just before"):
+        async with CheckpointStore.open(settings) as store:
+            await store.restore()
