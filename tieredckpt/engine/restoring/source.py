@@ -93,7 +93,7 @@ class StepSource:
     """With several ranks: places of the step's chunks in the RAM of this machine, which the index may not name."""
     passing: Passing | None = None
     """With several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
-    _bad: set[tuple[str, Extent | bytes]] = field(default_factory=set)
+    _bad: dict[tuple[str, Extent | bytes], TieredCkptError] = field(default_factory=dict)
     """Places, by tier, that turned out not to have their chunk intact."""
     _refused: set[tuple[str, Extent | bytes]] = field(default_factory=set)
     """Places, by tier, whose bytes did not come, though the tier answered in time: they may be intact."""
@@ -330,22 +330,28 @@ class StepSource:
     async def _in_turn(
         self, key: str, ordinal: int, digest: bytes, bad: Tier | None
     ) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
-        """Yield `candidates` without those that ``bad`` lacks; then those that had not answered in time.
+        """Yield `candidates` without those that ``bad`` lacks; then those that were late; then those with wrong bytes.
 
-        Each late one comes as often as the ``retries`` of its tier say; what ``bad`` did not deliver, once more.
+        Each late one comes as often as the ``retries`` of its tier say; what ``bad`` did not deliver, once more. Wrong
+        bytes may have come just once, as over a network, and the chunk is lost if no other place has it.
         """
         late: list[tuple[Tier, Extent | bytes]] = []
+        wrong: list[tuple[Tier, Extent | bytes]] = []
         async for tier, where in self.candidates(key, ordinal, digest):
             listed = tier is bad and bad.name in self._indexes and where == self._listed(bad.name, key, ordinal)
             place = tier.name, where
             if place in self._refused or (not listed and place not in self._bad):
                 yield tier, where
+            elif isinstance(self._bad.get(place), Corrupt):
+                wrong.append((tier, where))
             if tier.name in self._overdue:
                 late.append((tier, where))
         for tier, where in late:
             for _ in range(tier.config.retries):
                 if tier.name in self._overdue:
                     yield tier, where
+        for found in wrong:
+            yield found
 
     def _listed(self, name: str, key: str, ordinal: int) -> Extent | bytes | None:
         array = self._indexes[name].arrays.get(key)
@@ -371,7 +377,7 @@ class StepSource:
                 self._refused |= places
             return
         self._refused -= places
-        self._bad |= places
+        self._bad |= dict.fromkeys(places, error)
         for key, chunk in lacking:
             if isinstance(chunk.where, Extent):
                 tier.chunks.distrust(chunk.digest, chunk.where)

@@ -188,6 +188,21 @@ async def test_a_damaged_chunk_comes_from_another_tier_and_those_beside_it_from_
     assert set(restored.sources) == {"disk", "far"}
 
 
+@pytest.mark.parametrize("codec", ["none", "small"])
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_bytes_that_came_wrong_once_are_read_again_before_their_array_counts_as_lost(
+    tmp_path: Path, faults: FaultyTiers, codec: str, read_only: bool
+) -> None:
+    settings = config({"disk": folder(tmp_path / "disk", codec=codec)})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+    async with CheckpointStore.open(settings, read_only=read_only) as store:
+        faults["disk"].flip("get_into", 7, key="packs/*")
+        assert_restored(await store.restore(), tree(1))
+        for found in await store.verify(1):
+            assert found.intact
+
+
 def test_extents_that_overlap_are_read_one_after_the_other() -> None:
     """As a crafted index may have them; a store reads no byte for two stretches."""
 
