@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from distributed.launch import SOON, Rank, rank_of_this_process
 
 from tieredckpt import CheckpointStore, Shard, SyncStore
+from tieredckpt.engine import limits
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.events import CommitFailed, StepCommitted
 
@@ -98,6 +101,27 @@ def die(me: Rank, store: SyncStore) -> None:
     me.mark("heard")
 
 
+def suspend(me: Rank, store: SyncStore) -> None:
+    """Save a step for good; in the next one, all wait for the last rank while the whole job is stopped."""
+    store.save(1, state(me, 1)).reached("disk")
+    ranked = store._life.engine.mode.ranked
+    assert ranked is not None
+    ranked.group.deadline = me.arguments["deadline"]
+    limits.in_force = replace(limits.in_force, longest_pause=1.0)
+    if me.rank == me.size - 1:
+        me.mark("waited for")
+        before = time.monotonic()
+        while (now := time.monotonic()) - before < 1:
+            before = now
+            time.sleep(0.01)
+        time.sleep(1)  # the others' deadlines would have passed by now
+    saved = store.save(2, state(me, 2))
+    me.mark("saved")
+    saved.reached("ram")
+    saved.reached("disk")
+    me.tell(store.where(2))
+
+
 def go_on(me: Rank, store: SyncStore) -> None:
     """Restore what there is, and save the step that was lost, and one more."""
     found = check(me, store, 1)
@@ -116,7 +140,7 @@ def restore(me: Rank, store: SyncStore) -> None:
 def main() -> None:
     """Do what the test asks for."""
     with rank_of_this_process() as me, CheckpointStore.open(config_of(me)).sync() as store:
-        {"die": die, "go_on": go_on, "restore": restore}[me.arguments["task"]](me, store)
+        {"die": die, "suspend": suspend, "go_on": go_on, "restore": restore}[me.arguments["task"]](me, store)
 
 
 if __name__ == "__main__":

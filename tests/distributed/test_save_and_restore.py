@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,21 @@ def test_a_death_in_the_middle_of_a_save_costs_that_save_and_nothing_else(
         np.testing.assert_array_equal(found.tree["w"], save_program.whole(3))
         np.testing.assert_array_equal(found.tree["common"]["bias"], save_program.common(3))
         assert sorted(found.tree["own"]) == [str(rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("engine", ["torch", "mpi", "jax", "none"])
+def test_a_job_that_is_suspended_for_longer_than_the_deadline_loses_no_save(
+    engine: str, tmp_path: Path, shared_memory: Path
+) -> None:
+    paths = {"ram": str(shared_memory / "ram"), "disk": str(tmp_path / "disk")}
+    arguments = paths | {"task": "suspend", "deadline": 4.0}
+    with launch(engine, PROGRAM, ranks=2, folder=tmp_path / "suspend", arguments=arguments) as job:
+        job.wait_for("waited for", rank=1)
+        job.wait_for("saved", rank=0)
+        for rank in range(2):
+            job.stop(rank)
+        time.sleep(5)
+        for rank in range(2):
+            job.go_on(rank)
+        job.succeed()
+        assert [job.told(rank) for rank in range(2)] == [["ram", "disk"]] * 2

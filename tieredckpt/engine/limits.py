@@ -14,6 +14,10 @@ __all__ = ["Limits", "backoff", "in_force"]
 class Limits:
     """Times are in seconds, sizes in bytes."""
 
+    longest_pause: float = 5.0
+    """A longer pause in which the engine's loop did not run counts as so much: other processes, and the threads of this
+    one, could not be heard either. It is above the time for which a trainer may keep Python's lock."""
+
     # -- tiers
     first_retry: float = 0.5
     """Until a tier that failed is tried again; doubles with every failure."""

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from tieredckpt import _callbacks
 from tieredckpt.concurrency import in_thread
+from tieredckpt.engine.clock import RunningTimeLoop
 from tieredckpt.errors import Closed, Invalid
 
 __all__ = ["EngineLoop", "EngineThread", "Latch", "Work"]
@@ -137,7 +138,7 @@ class EngineThread:
     """A running event loop in a daemon thread, which refers to no `EngineLoop`: those may go while it runs."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = RunningTimeLoop()
         self.ended = Latch()
         self.closing = False
         """Whether calls that come now come too late."""

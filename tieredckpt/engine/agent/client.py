@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -95,11 +94,12 @@ class AgentClient:
             asyncio.create_task(self._starter.run(), name="tieredckpt agent of this store"),
             asyncio.create_task(self._keep_sending(), name="tieredckpt state deltas"),
         ]
-        begin = time.monotonic()
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
         while (
             self._wire is None
             and self._absent is None
-            and (left := begin + limits.in_force.agent_silence - time.monotonic()) > 0
+            and (left := begin + limits.in_force.agent_silence - loop.time()) > 0
         ):
             await self._changed.wait(left)
         if isinstance(self._absent, Conflict | Invalid):
@@ -308,13 +308,14 @@ class AgentClient:
 
     async def _agent(self) -> Wire:
         """The agent, as soon as there is one. Raises why there is none."""
-        begin = time.monotonic()
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
         while self._wire is None:
             if not self._tasks:
                 raise TierUnavailable("the store is closing")
             if self._absent is not None:
                 raise self._absent
-            if (left := begin + limits.in_force.agent_silence - time.monotonic()) <= 0:
+            if (left := begin + limits.in_force.agent_silence - loop.time()) <= 0:
                 raise TierUnavailable(
                     f"no agent was there for {limits.in_force.agent_silence:g} s; see its log in {self._folder}"
                 )

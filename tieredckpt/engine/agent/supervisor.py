@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -51,12 +50,13 @@ class Supervisor:
 
     async def run(self) -> None:
         """Work until cancelled."""
-        failures, brief, since = 0, 0, time.monotonic()
+        loop = asyncio.get_running_loop()
+        failures, brief, since = 0, 0, loop.time()
         while not being_cancelled():
             if self._ready():
-                began = time.monotonic()
+                began = loop.time()
                 await self._changed.until(lambda: not self._ready())
-                since = time.monotonic()
+                since = loop.time()
                 brief = brief + 1 if since - began < limits.in_force.agent_last_retry else 0
                 failures = max(0, brief - _SPARED)
             elif self._runs() or await self._is_there():
@@ -72,15 +72,16 @@ class Supervisor:
                     )
                 await self._start()
                 failures += 1  # until it is ready
-            if not self._ready() and time.monotonic() - since > limits.in_force.agent_silence:
+            if not self._ready() and loop.time() - since > limits.in_force.agent_silence:
                 self._absent(
                     TierUnavailable(f"no agent was ready for {limits.in_force.agent_silence:g} s; see its log")
                 )
 
     async def ended(self, within: float) -> None:
         """Return when the agent that was started here has ended, or after so many seconds."""
-        begin = time.monotonic()
-        while self._runs() and time.monotonic() - begin < within:
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        while self._runs() and loop.time() - begin < within:
             await self._changed.wait(limits.in_force.agent_look)
 
     def _runs(self) -> bool:

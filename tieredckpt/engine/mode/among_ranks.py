@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -150,7 +149,7 @@ class AmongRanks(Alone):
             await self.ranked.reports.promote(step, tier)
 
     async def reached(self, step: StepId, name: str, wait: Callable[[Changed | None], Awaitable[None]]) -> None:
-        await wait(partial(self.ranked.heard_more, step, since=time.monotonic()))
+        await wait(partial(self.ranked.heard_more, step, since=asyncio.get_running_loop().time()))
 
     async def drained(self) -> None:
         self._refuse()

@@ -109,7 +109,7 @@ class Ranked:
         """Held by the save under way: all ranks number their saves in the order of the calls."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heard_at = 0.0
-        """When rank 0 last sent a message (monotonic)."""
+        """When rank 0 last sent a message, by the loop's clock."""
         self._unsubscribe: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
@@ -206,10 +206,11 @@ class Ranked:
         state = self._state
         if self.group.deserted:
             raise RanksUnavailable(f"rank {COORDINATOR} is silent, so nothing more gets to shared tiers", [COORDINATOR])
-        begin = time.monotonic()
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
         while state.membership.undecided:
             await self.heard_more(min(state.membership.undecided), state.tiers[-1], begin)
-        begin = time.monotonic()
+        begin = loop.time()
         while not self.group.coordinates and (due := any_due(state)) is not None:
             step, tier = due
             if tier.health.error is not None:
@@ -221,7 +222,7 @@ class Ranked:
                     raise Failure.of(error).error()
 
     async def heard_more(self, step: StepId, tier: Tier, since: float) -> None:
-        """Wait for a change, while a caller waits for a step on a tier ``since`` some time (monotonic).
+        """Wait for a change, while a caller waits for a step on a tier ``since`` some time, by the loop's clock.
 
         Raises `RanksUnavailable` when rank 0 has sent nothing for longer than the step may take.
         """
@@ -233,7 +234,7 @@ class Ranked:
         nbytes = spilled.index.record.nbytes * self.group.size if spilled is not None else 0
         nbytes = record.nbytes if record is not None else nbytes
         patience = self.group.patience + nbytes / tier.config.min_bandwidth
-        left = max(since, self._heard_at) + patience - time.monotonic()
+        left = max(since, self._heard_at) + patience - asyncio.get_running_loop().time()
         if left <= 0:
             self.group.missed([COORDINATOR])
             raise RanksUnavailable(f"tier {tier.name!r} lacks {step}, and rank {COORDINATOR} is silent", [COORDINATOR])
@@ -280,7 +281,7 @@ class Ranked:
 
     async def _apply(self, message: Logged) -> None:
         state = self._state
-        self._heard_at = time.monotonic()
+        self._heard_at = asyncio.get_running_loop().time()
         match message:
             case Committed() | CompareReplicas() | Aborted(tier=None):
                 await self.votes.apply(message)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -136,13 +135,14 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
         SkipSave: it did not help.
     """
     when_full = state.config.when_full
-    patience = time.monotonic() + limits.in_force.wait_for_room
+    loop = asyncio.get_running_loop()
+    patience = loop.time() + limits.in_force.wait_for_room
     with state.ram_gate.saving():
         if await collector.make_room(tier, enough):
             return
     await state.ram_gate.make_readers_yield(must=True)
     while not await collector.make_room(tier, enough):
-        left = patience - time.monotonic()
+        left = patience - loop.time()
         if when_full == "wait" and left > 0 and _waiting_helps(state, tier):
             await state.changed.wait(min(left, limits.in_force.look_for_room))
             await state.ram_gate.make_readers_yield(must=True)  # one that gave way may have begun anew

@@ -97,7 +97,8 @@ class MpiCommunicator:
 
     async def open(self, *, timeout: float) -> None:
         """Make the communicator, together with all other ranks."""
-        begin = time.monotonic()
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
         try:
             self._comm = await self._thread.call(self._make_communicator, timeout=timeout)
         except TimeoutError:
@@ -107,7 +108,7 @@ class MpiCommunicator:
             ) from None
         except MPI.Exception as error:
             raise RanksUnavailable(f"the ranks' own communicator could not be made: {error}") from error
-        await exchange(self, "tieredckpt/open", b"", timeout=max(0.0, timeout - (time.monotonic() - begin)))
+        await exchange(self, "tieredckpt/open", b"", timeout=max(0.0, timeout - (loop.time() - begin)))
 
     def _make_communicator(self) -> Any:
         comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group(), self._tag)

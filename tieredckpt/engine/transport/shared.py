@@ -6,7 +6,6 @@ Needs nothing else, and is the slowest: every message is an object that is put, 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 
@@ -51,14 +50,15 @@ class SharedStore(Mailbox):
 
     async def open(self, *, timeout: float) -> None:
         """Meet all other ranks, and remove what jobs that died long ago have left."""
-        begin = time.monotonic()
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
         try:
             async with asyncio.timeout(timeout):
                 await self._objects.open()
         except TimeoutError:
             what = f"the store that carries messages between the ranks could not be opened within {timeout:.1f} s"
             raise RanksUnavailable(what) from None
-        await super().open(timeout=max(0.0, timeout - (time.monotonic() - begin)))
+        await super().open(timeout=max(0.0, timeout - (loop.time() - begin)))
         if self.rank == COORDINATOR:
             with suppress(TieredCkptError):  # the next job tries again
                 await self._objects.sweep(spare=self.mailboxes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,18 +48,19 @@ class TorchCommunicator(Mailbox):
 
     async def open(self, *, timeout: float) -> None:
         """Meet the others; `bulk` is set if every rank could reach its neighbours by gloo."""
-        deadline = time.monotonic() + timeout
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
         await super().open(timeout=timeout)
         if not self._wants_bulk or self.size == 1:
             return
-        left = max(1.0, deadline - time.monotonic())
+        left = max(1.0, deadline - loop.time())
         met = b""
         try:
             await self._try_gloo(min(left, _GLOO_TIMEOUT))
             met = b"met"
         except (RuntimeError, TimeoutError, RanksUnavailable) as error:
             _log.warning("rank %d: gloo does not work, so nothing goes in bulk: %s", self.rank, error)
-        left = max(1.0, deadline - time.monotonic())
+        left = max(1.0, deadline - loop.time())
         self.bulk = all(await exchange(self, "tieredckpt/gloo works", met, timeout=left))
 
     async def _try_gloo(self, timeout: float) -> None:

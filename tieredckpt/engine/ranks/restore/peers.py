@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,20 +166,22 @@ class MessageBulk:
 
     async def send_bulk(self, to: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Return when the receiver has taken everything. Raises `RanksUnavailable`."""
-        deadline = time.monotonic() + timeout
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
         for start in range(0, len(memory), limits.in_force.message_size):
             self._sent[to, tag] += 1
             topic = f"bulk/{tag}/{self._sent[to, tag]}"
             await self._communicator.send([to], topic, bytes(memory[start : start + limits.in_force.message_size]))
-            await self._communicator.recv(to, f"{topic}/taken", timeout=max(0.0, deadline - time.monotonic()))
+            await self._communicator.recv(to, f"{topic}/taken", timeout=max(0.0, deadline - loop.time()))
 
     async def recv_bulk(self, source: int, memory: memoryview, *, tag: int, timeout: float) -> None:
         """Fill the memory. Raises `RanksUnavailable`."""
-        deadline = time.monotonic() + timeout
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
         for start in range(0, len(memory), limits.in_force.message_size):
             self._received[source, tag] += 1
             topic = f"bulk/{tag}/{self._received[source, tag]}"
-            piece = await self._communicator.recv(source, topic, timeout=max(0.0, deadline - time.monotonic()))
+            piece = await self._communicator.recv(source, topic, timeout=max(0.0, deadline - loop.time()))
             into = memory[start : start + limits.in_force.message_size]
             if len(piece) != len(into):
                 raise RanksUnavailable(f"rank {source} has sent {len(piece)} bytes instead of {len(into)}", [source])
