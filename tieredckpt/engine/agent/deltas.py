@@ -130,7 +130,7 @@ class TierDelta:
             marker=self._state.identity.marker,
             held=held,
             gone=gone,
-            damaged=tuple((step, str(error)) for step, error in tier.steps.damaged.items()),
+            damaged=tier.steps.damaged.told(),
             impaired=tuple(tier.steps.impaired),
             stuck=tuple((step, Failure.of(error)) for step, error in tier.steps.stuck.items()),
             tombstones=tuple(tier.steps.tombstones),
@@ -165,8 +165,7 @@ def adopt_tier(state: State, delta: OnTier) -> Tier:
     """At the trainer: apply a delta of a slower tier; returns the tier."""
     tier = state.any_tier(delta.tier)
     _adopt_steps(tier, delta)
-    tier.steps.damaged.clear()
-    tier.steps.damaged.update({step: Corrupt(text) for step, text in delta.damaged})
+    tier.steps.damaged.adopt(delta.damaged)
     tier.steps.impaired = set(delta.impaired)
     tier.steps.stuck.clear()
     tier.steps.stuck.update({step: failure.error() for step, failure in delta.stuck})

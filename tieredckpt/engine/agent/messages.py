@@ -286,7 +286,8 @@ class OnTier(_Frame, frozen=True):
     """Identity of the store, which may have become known with the tier."""
     held: tuple[HeldStep, ...]
     gone: tuple[StepId, ...]
-    damaged: tuple[tuple[StepId, str], ...]
+    damaged: tuple[tuple[StepId, str, bool], ...]
+    """As `DamagedSteps.told`."""
     impaired: tuple[StepId, ...]
     stuck: tuple[tuple[StepId, Failure], ...]
     tombstones: tuple[StepId, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tieredckpt.engine.wire_types import Failure, HeldStep, decode
-from tieredckpt.format.manifest import StepRecord
+from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.marker import StoreMarker
 from tieredckpt.format.replicas import Difference
 
@@ -75,8 +75,8 @@ class Catalog(msgspec.Struct, frozen=True):
     known: bool
     """Whether rank 0 could read the tier."""
     steps: tuple[HeldStep, ...] = ()
-    damaged: tuple[tuple[int, int, str], ...] = ()
-    """Serial, step, and what is wrong."""
+    damaged: tuple[tuple[StepId, str, bool], ...] = ()
+    """As `DamagedSteps.told`."""
 
 
 class Opened(msgspec.Struct, frozen=True):

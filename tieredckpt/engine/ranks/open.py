@@ -289,7 +289,7 @@ def catalog_of(tier: Tier) -> Catalog:
         tier.name,
         tier.marker is not None,
         tuple(HeldStep(brief(held.record), held.btree_key) for held in tier.steps.held.values()),
-        tuple((step.serial, step.step, str(error)) for step, error in tier.steps.damaged.items()),
+        tier.steps.damaged.told(),
     )
 
 
@@ -298,4 +298,4 @@ def adopt_catalog(tier: Tier, catalog: Catalog, marker: StoreMarker) -> None:
     tier.clear()
     tier.marker = marker if catalog.known else None
     tier.steps.held.update({held.id: Held(held.record, held.btree_key) for held in catalog.steps})
-    tier.steps.damaged.update({StepId(serial, step): Corrupt(text) for serial, step, text in catalog.damaged})
+    tier.steps.damaged.adopt(catalog.damaged)

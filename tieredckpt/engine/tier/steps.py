@@ -172,6 +172,16 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
         """The steps that cannot be read."""
         return {step for step, error in self.items() if not isinstance(error, Stale)}
 
+    def told(self) -> tuple[tuple[StepId, str, bool], ...]:
+        """For another process: each step, what is wrong with it, and whether it is stale."""
+        return tuple((step, str(error), isinstance(error, Stale)) for step, error in self.items())
+
+    def adopt(self, told: Iterable[tuple[StepId, str, bool]]) -> None:
+        """Take over what another process has `told`, which manages the tier and keeps the packs."""
+        self.clear()
+        for step, text, stale in told:
+            self.quarantine(step, Stale(text, "", None) if stale else Corrupt(text), (), exactly=stale)
+
     def any_packs(self, seconds: float) -> set[str]:
         """All packs of the tier at the moment when steps with unknown packs came here, less than ``seconds`` ago.
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers, tried_again_soon
+from support.agents import end_agent
 from support.cohort import assert_whole, cohort
 from support.scenes import CHUNK, Heard, assert_restored, config, crash, folder, ram
 
@@ -96,12 +97,14 @@ async def test_what_followed_since_both_have_the_same_again_is_kept(place: Path,
         assert_restored(await store.restore(), state(5))
 
 
-def with_disk(node: str, place: Path, *, retain: Any = "all", promote: Any = "always") -> StoreConfig:
-    """The same with a disk of the node besides; ``promote`` to the disk of all."""
+def with_disk(
+    node: str, place: Path, *, retain: Any = "all", promote: Any = "always", promote_to_all: Any = "always"
+) -> StoreConfig:
+    """The same with a disk of the node besides; ``promote_to_all`` is of the disk that all nodes see."""
     tiers = {
         "ram": ram(place, path=place / node / "ram", on_close="keep"),
-        "own": folder(place / node / "disk", retain=retain),
-        "disk": folder(place / "disk", retain="all", promote=promote),
+        "own": folder(place / node / "disk", retain=retain, promote=promote),
+        "disk": folder(place / "disk", retain="all", promote=promote_to_all),
     }
     return config(tiers, name="run")
 
@@ -179,6 +182,54 @@ async def test_a_stale_step_is_not_told_as_damage(place: Path, faults: FaultyTie
             await reader.restore(3)
 
 
+RARELY = {"kind": "every_n_steps", "n": 100}
+"""So that no other step takes the place of a stale one."""
+
+
+async def tells_no_damage(store: CheckpointStore) -> None:
+    assert [(each.step, each.tiers) for each in await store.steps()] == [(1, ("ram", "own", "disk")), (2, ("disk",))]
+    assert all(not each.damaged for each in await store.steps())
+    assert all(not each.damaged for each in await store.tier_infos())
+
+
+async def test_a_trainer_beside_an_agent_is_told_of_no_damage_either(place: Path, faults: FaultyTiers) -> None:
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 2)
+    settings = with_disk("a", place, promote=RARELY).model_copy(update={"promote_in": "agent"})
+    try:
+        async with CheckpointStore.open(settings) as store:
+            await tells_no_damage(store)
+            with pytest.raises(NotFound):
+                await store.restore(3)
+    finally:
+        end_agent(place / "a/ram")
+
+
+async def test_ranks_are_told_of_no_damage_either(place: Path, faults: FaultyTiers) -> None:
+    def on_node(node: str, promote: Any = "always") -> dict[str, Any]:
+        return {
+            "ram": ram(place, path=place / node / "ram", on_close="keep"),
+            "own": folder(place / node / "disk", promote=promote),
+            "disk": folder(place / "disk", retain="all"),
+        }
+
+    async with cohort(2, place, place, tiers=on_node("a")) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+    async with cohort(2, place, place, tiers=on_node("a"), crashing=True) as ranks:
+        faults.kill("disk")
+        for step in (2, 3):
+            await ranks.reached(await ranks.save(step, seed=10 * step), "own")
+    faults.revive("disk")
+    async with cohort(2, place, place, tiers=on_node("b")) as ranks:
+        await ranks.restored()
+        await ranks.reached(await ranks.save(2), "disk")
+    async with cohort(2, place, place, tiers=on_node("a", RARELY)) as ranks:
+        for store in ranks.stores:
+            await tells_no_damage(store)
+        with pytest.raises(NotFound):
+            await ranks.restored(3)
+
+
 async def test_later_steps_than_the_others_have_are_set_apart_where_none_before_them_is_left(
     place: Path, faults: FaultyTiers
 ) -> None:
@@ -218,7 +269,7 @@ async def test_what_lies_between_two_saves_of_a_slower_tier_is_stale_where_anoth
     """The slower tier takes every third step; two nodes saved steps 4 and 5 after step 3 each, one went on to 6."""
     third = {"kind": "every_n_steps", "n": 3}
     for node, steps in (("a", (3, 4, 5)), ("b", (4, 5, 6))):
-        store = await CheckpointStore.open(with_disk(node, place, promote=third))
+        store = await CheckpointStore.open(with_disk(node, place, promote_to_all=third))
         await store.restore()
         for step in steps:
             await (await store.save(step, state(step if node == "b" else 10 * step))).reached("own")
@@ -227,7 +278,7 @@ async def test_what_lies_between_two_saves_of_a_slower_tier_is_stale_where_anoth
     if rebooted:
         shutil.rmtree(place / "a/ram")
     for _ in range(2):
-        async with CheckpointStore.open(with_disk("a", place, promote=third)) as store:
+        async with CheckpointStore.open(with_disk("a", place, promote_to_all=third)) as store:
             assert_restored(await store.restore(resume=False), state(6))
             assert [info.step for info in await store.steps()] == [3, 6]
             for step in (4, 5):
