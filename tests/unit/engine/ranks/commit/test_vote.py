@@ -317,6 +317,42 @@ async def test_a_save_that_one_rank_cannot_begin_fails_on_the_others_at_once(
 
 
 @pytest.mark.parametrize("hurt", [0, 1])
+@pytest.mark.parametrize("how", ["cancelled", "refused"])
+async def test_a_save_that_is_lost_while_it_waits_for_another_costs_no_other_save(
+    place: Place, monkeypatch: pytest.MonkeyPatch, how: str, hurt: int
+) -> None:
+    limit(monkeypatch, save_again=0.0)
+    others = [rank for rank in range(SIZE) if rank != hurt]
+    go_on, do = threading.Event(), ranked.split
+
+    def waits(*arguments: Any, rank: int, **more: Any) -> Any:
+        if rank == hurt:
+            assert go_on.wait(SOON)
+        return do(*arguments, rank=rank, **more)
+
+    async with place.open() as ranks:
+        with mock.patch.object(ranked, "split", waits):
+            first = asyncio.create_task(ranks.save(1, ranks=[hurt]))
+            await asyncio.sleep(0.05)
+            change = {"own": {"bad": object()}} if how == "refused" else {}
+            waiting = asyncio.create_task(ranks[hurt].save(2, part(2, hurt, SIZE) | change))
+            await asyncio.sleep(0.05)
+            if how == "cancelled":
+                waiting.cancel()
+            with pytest.raises((Invalid, asyncio.CancelledError)):
+                await waiting
+            await asyncio.sleep(0.05)
+            go_on.set()
+        checkpoints = {1: await first, 3: await ranks.save(3, ranks=[hurt])}
+        for step in (1, 2, 3):
+            checkpoints.setdefault(step, []).extend(await ranks.save(step, ranks=others))
+        for step in (1, 3):
+            await ranks.reached(checkpoints[step], "disk")
+        for event in await ranks.failed(step=2):
+            assert event.ranks == (hurt,)
+
+
+@pytest.mark.parametrize("hurt", [0, 1])
 async def test_a_save_that_a_rank_calls_again_without_what_was_refused_is_made_by_all(place: Place, hurt: int) -> None:
     async with place.open() as ranks:
         others = [rank for rank in range(SIZE) if rank != hurt]
