@@ -66,6 +66,8 @@ class Save(msgspec.Struct, frozen=True):
     """For each group of ranks that have equal data and divide its storage among them: one digest of all that data."""
     failing: tuple[str, ...] = ()
     """Shared tiers that this rank cannot use at present."""
+    given_up: tuple[str, ...] = ()
+    """Earlier attempts that this rank has voted for and given up: rank 0 may not have asked for what it sent."""
 
 
 class Catalog(msgspec.Struct, frozen=True):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.communicator import COORDINATOR, Communicator
 from tieredckpt.engine.ranks.messages import Save
 from tieredckpt.engine.ranks.reopen import is_unavailable_here
 from tieredckpt.engine.state.state import State
 from tieredckpt.errors import Conflict, RanksUnavailable
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["FailingHere", "check", "failing", "named"]
+__all__ = ["FailingHere", "check", "discard", "failing", "named"]
 
 _LONGEST = 10
 """A failure names its tier in at most 2 to this power votes."""
@@ -65,6 +66,15 @@ def check(saves: Mapping[int, Save]) -> None:
     streamed = {save.tier for save in saves.values() if save.tier is not None}
     if len(streamed) > 1:
         raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
+
+
+async def discard(communicator: Communicator, saves: Mapping[int, Save]) -> None:
+    """At rank 0: receive what ranks have sent for attempts that they gave up, or it would be kept for good."""
+    for rank, save in saves.items():
+        for attempt in save.given_up if rank != COORDINATOR else ():
+            for topic in (f"saved/{attempt}", f"replicas/{attempt}"):
+                with suppress(RanksUnavailable):  # it was received, or never sent
+                    await communicator.recv(rank, topic, timeout=0)
 
 
 def failing(saves: Mapping[int, Save]) -> tuple[str, ...]:

@@ -77,6 +77,8 @@ class Votes:
         """Attempts that are being copied here."""
         self._announced: dict[str, StepId] = {}
         """Attempts that this rank has voted for, and that rank 0 has not decided on."""
+        self._given_up: list[str] = []
+        """Attempts that this rank has voted for and given up since its last vote."""
         self._missed: dict[str, str] = {}
         """Attempts that were aborted before this rank had its part of them, and why."""
         self._suspects: set[tuple[int, ...]] = set()
@@ -151,7 +153,8 @@ class Votes:
 
     def _ballot(self, serial: int, **what: Any) -> Save:
         last, gone = self._state.branch.last_serial, self._departed.take()
-        return Save(serial, last, gone=gone, failing=self._failing_here.names(), **what)
+        given_up, self._given_up = tuple(self._given_up), []
+        return Save(serial, last, gone=gone, failing=self._failing_here.names(), given_up=given_up, **what)
 
     async def _say(self, attempt: str, step: StepId, save: Save) -> None:
         if self._group.coordinates:
@@ -170,8 +173,7 @@ class Votes:
             return
         while attempt in self._announced and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await self._state.changed.wait(left)
-        silent = f"rank {COORDINATOR} has not decided on it within {self._group.deadline:g} s"
-        self._mark_indeterminate(attempt, step, silent)
+        self._mark_indeterminate(attempt, step, f"rank 0 has not decided on it within {self._group.deadline:g} s")
 
     def _mark_indeterminate(self, attempt: str, step: StepId, reason: str) -> None:
         """Stop waiting; the part stays while there is room, as rank 0 may still decide."""
@@ -265,17 +267,17 @@ class Votes:
 
     async def _gather(self, attempt: str, saves: dict[int, Save]) -> None:
         """Collect the votes of all ranks; raises when not all have saved the same step."""
-        group = self._group
         missing: Sequence[int] = ()
         try:
-            came = await group.gather(f"saved/{attempt}", encode(saves[COORDINATOR]))
+            came = await self._group.gather(f"saved/{attempt}", encode(saves[COORDINATOR]))
         except RanksMissing as error:
             came, missing = error.came, error.ranks
         saves.update({rank: decode(data, Save) for rank, data in came.items()})
         for save in saves.values():
             await self._departed.forget(save.gone)
+        await ballots.discard(self._group.communicator, saves)
         if missing:
-            raise RanksUnavailable(f"{ballots.named(missing)} not saved it within {group.deadline:g} s", missing)
+            raise RanksUnavailable(f"{ballots.named(missing)} not saved it within {self._group.deadline:g} s", missing)
         ballots.check(saves)
 
     def _after(self, saves: Mapping[int, Save]) -> int:
@@ -361,6 +363,7 @@ class Votes:
         self._state.changed.notify()
 
     async def _give_up(self, attempt: str, ranks: Sequence[int], reason: str) -> None:
+        self._given_up.append(attempt)
         self._fail(self._announced[attempt], ranks, reason)
         await self._drop_announced(attempt, reason)
 

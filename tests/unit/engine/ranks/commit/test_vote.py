@@ -150,6 +150,22 @@ async def test_a_save_that_only_the_leader_skips_is_given_up_with_the_next(place
         await works(ranks, 3)
 
 
+async def test_votes_that_nobody_asked_for_are_not_kept(place: Place) -> None:
+    async with place.open() as ranks:
+        for step in (1, 2, 3):
+            await ranks.save(step, ranks=[1, 2])
+        await ranks.save(4)
+        await ranks.failed(step=4)
+        for step in (5, 6):
+            await works(ranks, step)
+        life = ranks[0]._life
+        communicator = life.engine.mode.ranked.group.communicator
+        for rank in (1, 2):
+            for step in (1, 2, 3):
+                with pytest.raises(RanksUnavailable):
+                    await life.loop.call(communicator.recv(rank, f"saved/0.{step}.0", timeout=0))
+
+
 async def test_a_rank_that_dies_while_the_others_wait_fails_the_step_and_locks_nobody_up(place: Place) -> None:
     async with place.open(crashing=True) as ranks:
         ranks.let_wait(DEADLINE)
