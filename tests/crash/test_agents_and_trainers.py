@@ -651,6 +651,49 @@ async def test_once_promotes_what_a_dead_trainer_left_and_ends(
     assert end_ram.exists()
 
 
+IMPATIENT = """
+import json, sys
+from dataclasses import replace
+from tieredckpt.agent.agent import run_agent
+from tieredckpt.config import load
+from tieredckpt.engine import limits
+from tieredckpt.events import Events
+limits.in_force = replace(limits.in_force, agent_gives_up=8.0, longest_pause=0.5, last_retry=0.5)
+events = Events()
+events.subscribe(lambda event: print(type(event).__name__, flush=True))
+run_agent(load(json.loads(sys.argv[1])), events, "once")
+"""
+
+
+async def test_an_agent_that_is_stopped_for_longer_than_it_waits_for_a_tier_waits_for_it_all_the_same(
+    shared_memory: Path, disk: Path
+) -> None:
+    alone = config({"ram": ram(shared_memory, on_close="keep"), "disk": folder(disk, rate_limit="1 KB/s")})
+    await asyncio.to_thread(save_and_die, alone, 1)
+    shutil.rmtree(disk / "packs", ignore_errors=True)
+    (disk / "packs").write_text("no folder")
+    alone = config({"ram": ram(shared_memory, on_close="keep"), "disk": folder(disk)})
+    agent = subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, json.dumps(alone.model_dump(mode="json"))],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert agent.stdout is not None
+        for _ in range(3):
+            assert await asyncio.to_thread(agent.stdout.readline) == "TierFailed\n"
+        agent.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(9)
+        agent.send_signal(signal.SIGCONT)
+        await asyncio.sleep(2)
+        (disk / "packs").unlink()
+        out, _ = await asyncio.to_thread(agent.communicate)
+        assert "StepPromoted" in out
+    finally:
+        agent.kill()
+        agent.wait()
+
+
 async def test_a_training_that_ends_by_an_exception_leaves_the_rest_to_its_agent(
     slow: StoreConfig, ram_folder: Path, disk: Path
 ) -> None:

@@ -26,6 +26,7 @@ from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.deltas import VERSION, adopt_ram, settings_of
 from tieredckpt.engine.agent.process import claim
 from tieredckpt.engine.agent.wire import Parted, Wire, connect
+from tieredckpt.engine.clock import RunningTimeLoop
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.opening.connect import connect as connect_tier
 from tieredckpt.engine.opening.ram import judged_within
@@ -330,8 +331,9 @@ class Agent:
         return True
 
     async def _finish(self) -> None:
-        begin, told = time.monotonic(), ""
-        while time.monotonic() - begin < limits.in_force.agent_gives_up:
+        loop, told = asyncio.get_running_loop(), ""
+        begin = loop.time()
+        while loop.time() - begin < limits.in_force.agent_gives_up:
             try:
                 await self._engine.flush()
             except TieredCkptError as error:
@@ -359,7 +361,8 @@ def run_agent(config: StoreConfig, events: Events, life: Life, ram: Path | None 
     """Run until the agent ends, and log the reason. Raises as `Agent.run`. For the main thread."""
     agent = Agent(config, events, life, ram)
     try:
-        asyncio.run(_run(agent))
+        with asyncio.Runner(loop_factory=RunningTimeLoop) as runner:
+            runner.run(_run(agent))
     except asyncio.CancelledError:
         return "signal"
     return "done" if agent.opened else "nothing to do"
