@@ -2,7 +2,7 @@
 //
 // CHFS places objects by the number of its servers. A client that sees one server more or less finds objects missing
 // or short, and no server reports that. The record is 32 empty folders `~ring/<servers>-<n>`, spread over the servers. The
-// stores of tieredckpt keep one of their own, which `tieredckpt/blobs/chfs/ring.py` writes and specifies:
+// stores of tieredckpt keep one of their own, which `tieredckpt/blobs/chfs/record.py` writes and specifies:
 // `<servers>~<n>` there means that the objects lie in the folder `~<servers>`, and `<servers>+<n>` that the entries of
 // that number are still being written.
 #include <cstdlib>

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from reliability.forging import BTREE, sample_step
-from tieredckpt.blobs.chfs import frames, ring
+from tieredckpt.blobs.chfs import frames, record
 from tieredckpt.blobs.codecs import BLOSC
 from tieredckpt.blobs.ram import slab_meta
 from tieredckpt.config import load, to_toml
@@ -188,7 +188,7 @@ def decode_toml(data: bytes) -> None:
         to_toml(load(path))
 
 
-class _Ring:
+class _Worker:
     """A worker that tells of some folders, and of three servers."""
 
     servers = 3
@@ -204,5 +204,5 @@ class _Ring:
 
 def decode_ring(names: list[str]) -> None:
     with suppress(TierUnavailable):  # more servers, or fewer
-        found = asyncio.run(ring.check(_Ring(names), "/store", "chfs:/store", None))  # type: ignore[arg-type]
-        assert not found.recorded or len(set(names)) >= 32
+        found = asyncio.run(record.place(_Worker(names), "/store", "chfs:/store", None))  # type: ignore[arg-type]
+        assert found.record != "complete" or len(set(names)) >= 32

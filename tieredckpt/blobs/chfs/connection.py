@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from tieredckpt.blobs.base import Outgrown, Unanswered
-from tieredckpt.blobs.chfs import frames, ring
+from tieredckpt.blobs.chfs import frames, record
 from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.concurrency import note, outlast, shielded
 from tieredckpt.errors import Closed, TieredCkptError
@@ -52,22 +52,22 @@ class Connection:
         self.link: Link | None = None
         """Link to the current worker."""
         self._starting: asyncio.Task[Link] | None = None
-        self._ring: ring.Ring | None = None
+        self._placement: record.Placement | None = None
         """Set at the first connection; from then on the store lies there, or has to be opened again."""
-        self._ring_since = 0.0
+        self._placed_at = 0.0
         self._guards_record = asyncio.Lock()
         self._watched: Link | None = None
         self._watching: set[asyncio.Task[None]] = set()
 
     @property
     def location(self) -> str:
-        return f"chfs:{(self._root if self._ring is None else self.folder) or '/'}"
+        return f"chfs:{(self._root if self._placement is None else self.folder) or '/'}"
 
     @property
     def folder(self) -> str:
         """Folder of the objects; known after `connect`."""
-        assert self._ring is not None, "a verb connects first"
-        return self._ring.folder
+        assert self._placement is not None, "a verb connects first"
+        return self._placement.folder
 
     @property
     def responsive(self) -> bool:
@@ -76,12 +76,12 @@ class Connection:
 
     def advice(self) -> dict[str, str]:
         """Advice for people: the number of `servers` to set for a tier that has none."""
-        if self._servers is not None or self._ring is None or self.link is None or self._stable_for == 0:
+        if self._servers is not None or self._placement is None or self.link is None or self._stable_for == 0:
             return {}
-        told = (
-            f"if these servers are all, let the tier say `servers = {self.link.servers}`, or it waits for more to join"
-        )
-        return {"advice": told}
+        servers = self.link.servers
+        return {
+            "advice": f"if these servers are all, let the tier say `servers = {servers}`, or it waits for more to join"
+        }
 
     async def linked(self) -> Link:
         """A link to a worker that has connected. Raises `TierUnavailable`, `Invalid`, `Closed`."""
@@ -97,18 +97,18 @@ class Connection:
                 raise Closed(f"the store at {self.location} was closed") from None
             raise
 
-    async def remember(self, link: Link) -> None:
+    async def ensure_recorded(self, link: Link) -> None:
         """Record how many servers there are. Raises `TierUnavailable`.
 
         Called at the first put: looking at a store that is not there does not create it.
         """
         async with self._guards_record:
-            assert self._ring is not None
-            if not self._ring.recorded:
-                if self._ring.new and self._servers is None:
+            assert self._placement is not None
+            if self._placement.record != "complete":
+                if self._placement.record == "none" and self._servers is None:
                     await self._until_stable(link)
-                await ring.write(link, self._root, self._ring)
-                self._ring = replace(self._ring, recorded=True)
+                await record.write(link, self._root, self._placement)
+                self._placement = replace(self._placement, record="complete")
 
     async def end(self) -> bool:
         """End the worker, running or starting. Returns whether there was one."""
@@ -138,7 +138,7 @@ class Connection:
                 begun=self._watch,
             )
             try:
-                await self._find(link)
+                await self._place(link)
             except BaseException:
                 await link.end("the ring is not what it was")
                 raise
@@ -154,15 +154,15 @@ class Connection:
         task.add_done_callback(self._watching.discard)
         task.add_done_callback(note)
 
-    async def _find(self, link: Link) -> None:
+    async def _place(self, link: Link) -> None:
         """Find where the store lies on the current servers. Raises `Unanswered`."""
-        found = await ring.check(link, self._root, self.location, self._servers, writes=self._writes)
-        if self._ring is not None and self._ring.folder != found.folder:
+        found = await record.place(link, self._root, self.location, self._servers, writes=self._writes)
+        if self._placement is not None and self._placement.folder != found.folder:
             raise Outgrown(
                 f"{self.location}: CHFS has another number of servers than when the store was opened, {link.servers}, "
                 f"and what it holds lies elsewhere now; it has to be opened anew"
             )
-        self._ring, self._ring_since = found, time.monotonic()
+        self._placement, self._placed_at = found, time.monotonic()
 
     async def _until_stable(self, link: Link) -> None:
         if self._stable_for:
@@ -172,7 +172,7 @@ class Connection:
                 *(self.location, link.servers, self._stable_for),
             )
         await link.ask(frames.CheckRing())
-        while (left := self._ring_since + self._stable_for - time.monotonic()) > 0:
+        while (left := self._placed_at + self._stable_for - time.monotonic()) > 0:
             await asyncio.sleep(min(1.0, left))
             await link.ask(frames.CheckRing())
 

@@ -177,7 +177,7 @@ class ChfsStore:
         if create_only:
             raise Invalid(f"CHFS has no exclusive put, which {key} was to be written by")
         async with self._verb(key) as link:
-            await self._connection.remember(link)
+            await self._connection.ensure_recorded(link)
             path = self._path(key)
             nbytes = sum(memoryview(part).nbytes for part in parts)
             if await self._fits_in_place(link, key, nbytes):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tieredckpt.blobs.base import Unanswered
-from tieredckpt.blobs.chfs import frames, ring
+from tieredckpt.blobs.chfs import frames, record
 from tieredckpt.blobs.chfs.store import ChfsStore
 from tieredckpt.errors import NotFound, TierUnavailable
 
@@ -59,9 +59,9 @@ class _Folders:
 
 async def go_on(link: Any, expected: int | None = None) -> str:
     """The folder of a store, its record written as a put does."""
-    found = await ring.check(link, ROOT, "chfs:/store", expected)
-    if not found.recorded:
-        await ring.write(link, ROOT, found)
+    found = await record.place(link, ROOT, "chfs:/store", expected)
+    if found.record != "complete":
+        await record.write(link, ROOT, found)
     return found.folder
 
 
@@ -79,7 +79,7 @@ async def cut_off(before: _Folders, servers: int, expected: int | None = None) -
 @pytest.fixture
 def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make what is made together in an order that `random.seed` decides."""
-    together = ring.together
+    together = record.together
 
     async def shuffled(calls: Any) -> Any:
         listed = list(calls)
@@ -92,7 +92,7 @@ def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
                     rest.close()
                 raise
 
-    monkeypatch.setattr(ring, "together", shuffled)
+    monkeypatch.setattr(record, "together", shuffled)
 
 
 @pytest.mark.usefixtures("any_order")
@@ -104,9 +104,9 @@ async def test_a_growth_that_was_cut_off_is_finished_by_the_next_writer() -> Non
     for cut in cuts:
         link = cut.copy(5)
         assert await go_on(link) == f"{ROOT}/~5"
-        assert await ring.check(link, ROOT, "chfs:/store", None) == ring.Ring(f"{ROOT}/~5", recorded=True)
+        assert await record.place(link, ROOT, "chfs:/store", None) == record.Placement(f"{ROOT}/~5", "complete")
         with pytest.raises(Unanswered, match=r"has 3 servers, and (5|3 or 5) are"):
-            await ring.check(link.copy(3), ROOT, "chfs:/store", None)
+            await record.place(link.copy(3), ROOT, "chfs:/store", None)
 
 
 @pytest.mark.usefixtures("any_order")
@@ -118,7 +118,7 @@ async def test_a_growth_that_was_cut_off_leaves_the_store_to_as_many_servers_as_
         if "5~" not in paths or paths.count("5+") == 32:  # else only the begun entries were left to be removed
             link = cut.copy(3)
             assert await go_on(link) == ROOT
-            assert (await ring.check(link, ROOT, "chfs:/store", None)).recorded
+            assert (await record.place(link, ROOT, "chfs:/store", None)).record == "complete"
             assert await go_on(cut.copy(5)) == f"{ROOT}/~5"
 
 
