@@ -129,14 +129,9 @@ class Connection:
             if self.link is not None:
                 old, self.link = self.link, None
                 await old.end("a new one takes its place")
-            link = await Link.start(
-                self.location,
-                self._connect,
-                threads=self._threads,
-                grace=self._grace,
-                within=self.within,
-                begun=self._watch,
-            )
+            link = Link(self.location, self._threads, self._grace)
+            self._watch(link)
+            await link.connect(self._connect, self.within)
             try:
                 await self._place(link)
             except BaseException:
@@ -210,7 +205,8 @@ async def _silence(link: Link, where: str, connect: frames.Connect) -> str:
     impatient = msgspec.structs.replace(connect, rpc_timeout_ms=_IMPATIENT_MS)
     try:
         async with asyncio.timeout(_STARTED_WITHIN):
-            other = await Link.start(where, impatient, threads=1, grace=0.0, within=2 * _STARTED_WITHIN)
+            other = Link(where, threads=1, grace=0.0)
+            await other.connect(impatient, within=2 * _STARTED_WITHIN)
             try:
                 await other.ask(frames.CheckRing())
                 return _changed(link, other, where)

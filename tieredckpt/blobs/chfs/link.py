@@ -10,8 +10,9 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -40,8 +41,19 @@ _ERRORS: dict[str, type[TieredCkptError]] = {
 }
 
 
+@dataclass(slots=True)
+class _Pending:
+    """A command that the worker has not answered yet."""
+
+    answer: asyncio.Future[Any]
+    heard_at: float
+    """When it was sent, or the last part of its answer came."""
+    parts: list[Any] = field(default_factory=list)
+    """Of an answer that comes in several replies."""
+
+
 class Link:
-    """One worker, started by `start`.
+    """One worker, started here and connected to CHFS by `connect`.
 
     Args:
         where: the store's place, for messages.
@@ -55,9 +67,7 @@ class Link:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._decoder = msgpack_decoder(frames.Reply)
-        self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._parts: dict[int, list[Any]] = {}
-        self._asked_at: dict[int, float] = {}
+        self._pending: dict[int, _Pending] = {}
         self._last = 0
         self._outgoing: deque[tuple[bytes, Sequence[int]]] = deque()
         self._mapped: dict[int, tuple[Region, asyncio.Task[None]]] = {}
@@ -72,36 +82,20 @@ class Link:
         self._loop.add_reader(self._socket, self._receive)
         self.process = Process(theirs, threads, self._ended)
 
-    @classmethod
-    async def start(
-        cls,
-        where: str,
-        connect: frames.Connect,
-        *,
-        threads: int,
-        grace: float,
-        within: float,
-        begun: Callable[[Link], object] = lambda _: None,
-    ) -> Link:
-        """Start a worker and connect it to CHFS within so many seconds. ``begun`` gets the link before that.
-
-        Raises `TierUnavailable`, `Invalid`.
-        """
-        link = cls(where, threads, grace)
-        begun(link)
+    async def connect(self, command: frames.Connect, within: float) -> None:
+        """Connect to CHFS within so many seconds, or end the worker. Raises `TierUnavailable`, `Invalid`."""
         try:
             async with asyncio.timeout(within):
-                link.version, link.library, link.servers, link.addresses = await link.ask(connect)
+                self.version, self.library, self.servers, self.addresses = await self.ask(command)
         except TimeoutError:
-            await link.end("connecting took too long")
+            await self.end("connecting took too long")
             raise TierUnavailable(
-                f"{where}: the CHFS worker had not connected after {within:g} s, and was ended; see that all servers "
-                f"answer, or raise `rpc_timeout`"
+                f"{self._where}: the CHFS worker had not connected after {within:g} s, and was ended; see that all "
+                f"servers answer, or raise `rpc_timeout`"
             ) from None
         except BaseException:
-            await link.end("connecting failed")
+            await self.end("connecting failed")
             raise
-        return link
 
     async def ask(self, command: frames.Command, *, fds: Sequence[int] = ()) -> Any:
         """Send a command and return the worker's answer. ``fds`` are sent with it, and closed here.
@@ -115,8 +109,7 @@ class Link:
         if self._dead.is_set():
             answer.set_exception(self._death())
         else:
-            self._answers[number] = answer
-            self._asked_at[number] = time.monotonic()
+            self._pending[number] = _Pending(answer, time.monotonic())
         self._send(msgspec.msgpack.encode(frames.Request(number, command)), fds)
         try:
             return await shielded(answer)
@@ -177,7 +170,8 @@ class Link:
     @property
     def waits(self) -> float:
         """Seconds for which the oldest command has been waiting for a part of its answer."""
-        return time.monotonic() - min(self._asked_at.values(), default=time.monotonic())
+        now = time.monotonic()
+        return now - min((pending.heard_at for pending in self._pending.values()), default=now)
 
     async def end(self, reason: str, *, silence: str = "") -> None:
         """Kill the worker and wait for its end, even if this is cancelled.
@@ -230,24 +224,23 @@ class Link:
             return
         try:
             reply = self._decoder.decode(data)
+            pending = self._pending[reply.number]
             if reply.code == frames.MORE:
-                self._parts.setdefault(reply.number, []).extend(reply.value)
-                self._asked_at[reply.number] = time.monotonic()
+                pending.parts += reply.value
+                pending.heard_at = time.monotonic()
                 return
-            parts = self._parts.pop(reply.number, None)
-            answer = self._answers.pop(reply.number)
-            del self._asked_at[reply.number]
+            del self._pending[reply.number]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, TypeError) as error:
             # libchfs may have written over the worker's memory, and callers would wait for ever.
             self.broken = True
             self.process.kill(f"what it sent is no answer: {error!r:.200}")
             return
-        if answer.done():
+        if pending.answer.done():
             return
         if reply.code:
-            answer.set_exception(self._error(reply))
+            pending.answer.set_exception(self._error(reply))
         else:
-            answer.set_result(reply.value if parts is None else parts)
+            pending.answer.set_result(pending.parts or reply.value)
 
     def _error(self, reply: frames.Reply) -> TieredCkptError:
         if reply.code in ("silent", "unavailable"):
@@ -278,11 +271,10 @@ class Link:
         if self._ending is not None:
             self._ending.cancel()
         self._socket_ends()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(self._death())
-        self._answers.clear()
-        self._asked_at.clear()
+        for pending in self._pending.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(self._death())
+        self._pending.clear()
 
     def _death(self) -> TierUnavailable:
         if self._silence:
