@@ -35,7 +35,6 @@ class _Open:
     opening: asyncio.Task[int]
     since: float
     users: int = 0
-    stale: bool = False
 
 
 class Files:
@@ -49,8 +48,10 @@ class Files:
         self._grace = grace
         self._slots = asyncio.Semaphore(_IN_USE)
         self._numbers = count(1)
-        self._read: OrderedDict[str, _Open] = OrderedDict()
-        self._leaving: list[_Open] = []  # unused, to be closed
+        self._lent: OrderedDict[str, _Open] = OrderedDict()
+        """Open for the next read, the longest unread first."""
+        self._unused: list[_Open] = []
+        """Lent no more and without users: to be closed."""
 
     @asynccontextmanager
     async def created(self, link: Link, path: str, chunk_size: int) -> AsyncIterator[int]:
@@ -77,20 +78,22 @@ class Files:
             try:
                 yield await shielded(entry.opening)
             except BaseException:
-                self._leave(path, entry)
+                if self._lent.get(path) is entry:
+                    self.forget(path)
                 raise
             finally:
                 entry.users -= 1
-                if not entry.users and entry.stale:
-                    self._leaving.append(entry)
+                if not entry.users and self._lent.get(path) is not entry:
+                    self._unused.append(entry)
                 self._thin_out()
-                if self._leaving:
+                if self._unused:
                     await whole(self._close())
 
     def forget(self, path: str) -> None:
-        """Open the object again at its next read, since it was replaced or removed."""
-        if (entry := self._read.get(path)) is not None:
-            self._leave(path, entry)
+        """Open the object again at its next read. What is open is closed when its last user is done."""
+        entry = self._lent.pop(path, None)
+        if entry is not None and not entry.users:
+            self._unused.append(entry)
 
     async def clean_up(self, link: Link, command: frames.Command) -> None:
         """Send a command after a failure: in bounded time, and its own failure is ignored."""
@@ -100,14 +103,14 @@ class Files:
                     await link.ask(command)
 
     def _entry(self, link: Link, path: str) -> _Open:
-        entry = self._read.get(path)
+        entry = self._lent.get(path)
         if entry is not None and (entry.link is not link or time.monotonic() - entry.since > _TRUSTED):
-            self._leave(path, entry)
+            self.forget(path)
             entry = None
         if entry is None:
             opening = asyncio.ensure_future(self._open(link, path))
-            entry = self._read[path] = _Open(link, opening, time.monotonic())
-        self._read.move_to_end(path)
+            entry = self._lent[path] = _Open(link, opening, time.monotonic())
+        self._lent.move_to_end(path)
         return entry
 
     async def _open(self, link: Link, path: str) -> int:
@@ -119,22 +122,14 @@ class Files:
             raise
         return file
 
-    def _leave(self, path: str, entry: _Open) -> None:
-        """Stop lending an open object. It is closed when its last user is done."""
-        if self._read.get(path) is entry:
-            del self._read[path]
-            if not entry.users:
-                self._leaving.append(entry)
-        entry.stale = True
-
     def _thin_out(self) -> None:
-        idle = [path for path, entry in self._read.items() if not entry.users]
+        idle = [path for path, entry in self._lent.items() if not entry.users]
         for path in idle[: max(0, len(idle) - _IDLE)]:
-            self._leave(path, self._read[path])
+            self.forget(path)
 
     async def _close(self) -> None:
-        while self._leaving:
-            entry = self._leaving.pop()
+        while self._unused:
+            entry = self._unused.pop()
             entry.opening.cancel()  # if it still runs, no caller waits for it, and it may hang
             await asyncio.wait([entry.opening])
             if not entry.opening.cancelled() and entry.opening.exception() is None:
