@@ -10,7 +10,7 @@ import numpy as np
 from tieredckpt.devices.base import DeviceArray
 from tieredckpt.tree.leaf import ArrayLeaf
 
-__all__ = ["before_each_step", "held", "stamp", "version"]
+__all__ = ["Identity", "before_each_step", "held", "stamp", "version"]
 
 
 def version(leaf: ArrayLeaf) -> int | None:
@@ -62,17 +62,18 @@ def stamp(leaf: ArrayLeaf) -> object:
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
         address, _ = view.__array_interface__["data"]  # in half the time of `view.ctypes.data`
-        return _Same(owner), address, view.strides, view.shape, view.dtype
+        return Identity(owner), address, view.strides, view.shape, view.dtype
     return None
 
 
-class _Same:
+class Identity:
     """Identity of an object while it lives; unlike `id`, never that of a later object at the same address."""
 
+    __slots__ = ("_of",)
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, of: object) -> None:
         self._of = weakref.ref(of)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and (found := self._of()) is not None and found is other._of()
+        return isinstance(other, Identity) and (found := self._of()) is not None and found is other._of()

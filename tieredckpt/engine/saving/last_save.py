@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
-from tieredckpt.tree.changes import stamp
-from tieredckpt.tree.leaf import ArrayLeaf, Place
+from tieredckpt.tree.changes import Identity, stamp
+from tieredckpt.tree.leaf import ArrayLeaf
 from tieredckpt.tree.select import choose
 
-__all__ = ["LastSave", "Sighting"]
+__all__ = ["Fingerprint", "LastSave", "take_fingerprints"]
+
+Fingerprint: TypeAlias = tuple[object, ...]
+"""What shows a change of an array from one save to the next; it keeps no array."""
 
 
-class Sighting(NamedTuple):
-    """An array as a save found it, without a reference that keeps it."""
+def take_fingerprints(leaves: Sequence[ArrayLeaf], frozen: set[str], fills: int) -> dict[str, Fingerprint]:
+    """Fingerprints of the arrays that nobody can write to and of the ``frozen`` ones, by storage key.
 
-    source: weakref.ref[object] | None
-    """Of an array that nobody can write to."""
-    cut: tuple[Place | None, tuple[slice, ...] | None]
-    """Which part of its array it is; the same array may be divided among ranks in another way."""
-    stamp: object
-    """Of an array that is declared frozen: `tieredckpt.tree.changes.stamp`, and the number of restores into arrays so
-    far, which the stamp does not show."""
+    ``fills`` counts the restores into arrays of the program so far, which a stamp does not show.
+    """
+    found: dict[str, Fingerprint] = {}
+    for leaf in leaves:
+        part = leaf.place, leaf.part  # the same array may be divided among ranks in another way
+        if leaf.immutable:
+            found[leaf.key] = part, Identity(leaf.source)
+        elif leaf.key in frozen and (now := stamp(leaf)) is not None:
+            found[leaf.key] = part, now, fills
+    return found
 
 
 class LastSave:
@@ -34,7 +39,7 @@ class LastSave:
         self._asked: list[str] = []
         self._chosen: set[str] = set()
         """Which of the arrays of a tree are declared frozen; for the next save of such a tree."""
-        self._seen: dict[str, Sighting] = {}
+        self._fingerprints: dict[str, Fingerprint] = {}
         self._forgotten: set[str] = set()
         """Since the last save."""
         self.digests: dict[str, list[bytes]] = {}
@@ -50,45 +55,20 @@ class LastSave:
             self._asked, self._chosen = arrays, {key for _, keys in choose(self._frozen, arrays) for key in keys}
         return {leaf.key for leaf in leaves if leaf.array in self._chosen and not leaf.immutable}
 
-    def look(self, leaves: Sequence[ArrayLeaf], frozen: set[str], fills: int) -> dict[str, Sighting]:
-        """Sightings of the arrays that a later save may recognise as unchanged, by storage key.
+    def same(self, now: Mapping[str, Fingerprint]) -> dict[str, list[bytes]]:
+        """The digests of the arrays with the fingerprints of the last save, by storage key.
 
-        ``fills`` counts the restores into arrays of the program so far.
+        Their bytes are the same; of a frozen array, a check in the background confirms that.
         """
-        found = {}
-        for leaf in leaves:
-            if leaf.immutable:
-                found[leaf.key] = Sighting(weakref.ref(leaf.source), (leaf.place, leaf.part), None)
-            elif leaf.key in frozen and (now := stamp(leaf)) is not None:
-                found[leaf.key] = Sighting(None, (leaf.place, leaf.part), (now, fills))
-        return found
-
-    def same(self, leaves: Sequence[ArrayLeaf], seen: Mapping[str, Sighting]) -> dict[str, list[bytes]]:
-        """The digests of those of ``leaves`` that have the bytes of the last save, by storage key.
-
-        An array that nobody can write to has them if it is the same object. A frozen one counts as having them if its
-        address and version are unchanged; a check in the background confirms that.
-        """
-        return {
-            leaf.key: self.digests[leaf.key]
-            for leaf in leaves
-            if leaf.key in self.digests and leaf.key in seen and self._is_same(leaf, seen[leaf.key])
-        }
-
-    def _is_same(self, leaf: ArrayLeaf, now: Sighting) -> bool:
-        last = self._seen.get(leaf.key)
-        if last is None or last.cut != now.cut:
-            return False
-        if now.source is not None:
-            return last.source is not None and last.source() is leaf.source
-        return last.source is None and last.stamp == now.stamp
+        last = self._fingerprints
+        return {key: self.digests[key] for key in now if key in self.digests and last.get(key) == now[key]}
 
     def forget(self, key: str) -> None:
         """Make the saves that come read the array ``key``, whatever it looks like."""
-        self._seen.pop(key, None)
+        self._fingerprints.pop(key, None)
         self._forgotten.add(key)
 
-    def learn(self, seen: dict[str, Sighting], digests: dict[str, list[bytes]]) -> None:
+    def learn(self, fingerprints: dict[str, Fingerprint], digests: dict[str, list[bytes]]) -> None:
         """Remember a save that was committed."""
         before = self.digests
         self.unchanged = {
@@ -97,6 +77,6 @@ class LastSave:
             if key in before and len(before[key]) == len(now)
         }
         for key in self._forgotten:  # the save may have begun before
-            seen.pop(key, None)
+            fingerprints.pop(key, None)
         self._forgotten.clear()
-        self._seen, self.digests = seen, digests
+        self._fingerprints, self.digests = fingerprints, digests

@@ -30,7 +30,7 @@ from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
 from tieredckpt.engine.saving.capture import Capture
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, fill_slab
 from tieredckpt.engine.saving.frozen import FrozenCheck
-from tieredckpt.engine.saving.last_save import LastSave, Sighting
+from tieredckpt.engine.saving.last_save import Fingerprint, LastSave, take_fingerprints
 from tieredckpt.engine.saving.outlet import Outlet
 from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
@@ -145,7 +145,7 @@ class Writer:
             try:
                 while tier is None:
                     with state.ram_gate.saving():
-                        snapshot, seen, frozen = await self._snapshot(flat)
+                        snapshot, fingerprints, frozen = await self._snapshot(flat)
                     try:
                         call = identity, flat, metrics, capture
                         tier, record, arrays = await self._save_once(snapshot, *call, refusals)
@@ -170,7 +170,7 @@ class Writer:
                 state.branch.failed(identity)
                 raise
             state.branch.count_from(origin)
-            self._last.learn(seen, digests := snapshot.digests(arrays))
+            self._last.learn(fingerprints, digests := snapshot.digests(arrays))
             self.frozen.begin(identity, snapshot, digests, frozen)
             self._small = snapshot.small
             new_bytes = snapshot.new_bytes + snapshot.new_small
@@ -228,8 +228,8 @@ class Writer:
                 raise
         return tier, record, arrays
 
-    async def _snapshot(self, flat: Flat) -> tuple[Snapshot, dict[str, Sighting], set[str]]:
-        """What there is to copy, how its arrays look now, and which of them are declared frozen."""
+    async def _snapshot(self, flat: Flat) -> tuple[Snapshot, dict[str, Fingerprint], set[str]]:
+        """What there is to copy, the fingerprints of its arrays, and which of them are declared frozen."""
         plan = self._plan if flat.form is not None and flat.form is self._planned else None
         if (ram := self._state.tiers[0].ram) is not None and (mapping := ram.slab.mapped) is not None:
             self._state.host_memory.follow(mapping)
@@ -241,13 +241,13 @@ class Writer:
 
     def _planned_snapshot(
         self, flat: Flat, plan: Plan | None, outlet: Outlet
-    ) -> tuple[Snapshot, dict[str, Sighting], set[str]]:
+    ) -> tuple[Snapshot, dict[str, Fingerprint], set[str]]:
         last, chunk_size = self._last, self._state.config.chunk_size
         plan = plan or Plan.of(flat.arrays, chunk_size)
         paged = [flat.arrays[i] for i in plan.paged]
-        seen = last.look(paged, frozen := last.frozen(paged), self._state.fills)
-        same = last.same(paged, seen)
-        return Snapshot.of(flat.arrays, chunk_size, last.unchanged, plan, outlet, same), seen, frozen
+        fingerprints = take_fingerprints(paged, frozen := last.frozen(paged), self._state.fills)
+        same = last.same(fingerprints)
+        return Snapshot.of(flat.arrays, chunk_size, last.unchanged, plan, outlet, same), fingerprints, frozen
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await in_thread(function, *arguments, pool=self._state.pool)
