@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from reliability.ranks import World
 
-from support.insight import let_wait
 from support.scenes import SOON, Heard, config, crash, folder, ram
 from tieredckpt import CheckpointStore, Shard
+from tieredckpt.blobs.wrap import Metered
 from tieredckpt.checkpoint import Checkpoint, Restored
-from tieredckpt.events import CommitFailed
+from tieredckpt.events import CommitFailed, StepReplicated
 from tieredckpt.testing.faulty import Faulty
 
 T = TypeVar("T")
@@ -44,8 +45,12 @@ class Cohort:
         return len(self.stores)
 
     def let_wait(self, seconds: float) -> None:
-        """From now on, the ranks wait so long for each other."""
-        let_wait(self.stores, seconds)
+        """From now on, the ranks wait so long for each other.
+
+        Only where one is to be missed is a short time right: what goes well may take long on a busy machine.
+        """
+        for store in self.stores:
+            store._life.engine.mode.ranked.group.deadline = seconds
 
     async def all(self, work: Callable[[CheckpointStore, int], Awaitable[T]], ranks: Iterable[int] = ()) -> list[T]:
         """What every rank does, or some do, at once."""
@@ -62,8 +67,41 @@ class Cohort:
     async def reached(self, checkpoints: Iterable[Checkpoint], tier: str) -> None:
         await asyncio.gather(*(checkpoint.reached(tier) for checkpoint in checkpoints))
 
+    async def flush(self) -> None:
+        await self.all(lambda store, rank: store.flush())
+
     async def restored(self, step: int | None = None, **kwargs: Any) -> list[Restored | None]:
         return await self.all(lambda store, rank: store.restore(step, **kwargs))
+
+    async def restore_into(self, seed: int) -> list[dict[str, int]]:
+        """Every rank restores its rows and what all have, as saved; the bytes by where they came from."""
+        trees = [blank(rank, self.size) for rank in range(self.size)]
+        restored = await self.all(lambda store, rank: store.restore(into=trees[rank]))
+        for rank, tree in enumerate(trees):
+            expected = part(seed, rank, self.size)
+            np.testing.assert_array_equal(tree["w"].array, expected["w"].array)
+            np.testing.assert_array_equal(tree["common"], expected["common"])
+        return [dict(each.sources) for each in restored if each is not None]
+
+    async def replicated(self, step: int) -> list[StepReplicated]:
+        """The event with which every rank heard of the copies of a step."""
+        return [await heard.first(StepReplicated, lambda event: event.step == step) for heard in self.heard]
+
+    async def copied(self, step: int) -> None:
+        """Wait until every rank knows of the copies of a step, which may have been made before anybody could listen."""
+
+        async def known(store: CheckpointStore) -> None:
+            state = store._life.engine.state
+            await state.changed.until(lambda: any(found.step == step for found in state.membership.replicated))
+
+        async with asyncio.timeout(SOON):
+            await self.all(lambda store, rank: store._life.loop.call(known(store)))
+
+    def read(self, rank: int) -> int:
+        """Bytes that a rank has read of packs on the shared tier since it was opened."""
+        blobs = self.stores[rank]._life.engine.state.tier("disk").blobs
+        assert isinstance(blobs, Metered)
+        return blobs.usage().verbs["get_into"].nbytes
 
     async def failed(
         self, ranks: Iterable[int] = (), *, tier: str | None = None, step: int | None = None
@@ -83,6 +121,33 @@ class Cohort:
         return found.blobs
 
 
+def stores_of(
+    world: World,
+    shared_memory: Path,
+    disk: Path,
+    *,
+    tiers: dict[str, Any] | None = None,
+    ram_settings: dict[str, Any] | None = None,
+    disk_settings: dict[str, Any] | None = None,
+    slower: dict[str, Any] | None = None,
+    racks: dict[str, str] | None = None,
+    **settings: Any,
+) -> list[CheckpointStore]:
+    """The stores of all ranks, which are yet to be opened; ``racks`` tells where nodes stand."""
+
+    def new(rank: int) -> CheckpointStore:
+        node = world.nodes[rank]
+        made = tiers or {
+            "ram": ram(shared_memory / node, **({"on_close": "keep"} | (ram_settings or {}))),
+            "disk": folder(disk, **(disk_settings or {})),
+            **(slower or {}),
+        }
+        chosen = config(made, rack=(racks or {}).get(node), **({"name": "test", "rank_deadline": SOON} | settings))
+        return CheckpointStore.open(chosen, ranks=world.communicator(rank))
+
+    return [new(rank) for rank in range(world.size)]
+
+
 @asynccontextmanager
 async def cohort(
     size: int,
@@ -90,27 +155,13 @@ async def cohort(
     disk: Path,
     *,
     nodes: Sequence[str] | None = None,
+    bulk: bool = True,
     crashing: bool = False,
-    tiers: dict[str, Any] | None = None,
-    ram_settings: dict[str, Any] | None = None,
-    disk_settings: dict[str, Any] | None = None,
-    slower: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cohort]:
     """Open the store on every rank; they end in order, or as if all processes died."""
-    world = World(size, nodes=nodes or ["a"] * size)
-
-    def new(rank: int) -> CheckpointStore:
-        place = shared_memory / world.nodes[rank]
-        made = tiers or {
-            "ram": ram(place, **({"on_close": "keep"} | (ram_settings or {}))),
-            "disk": folder(disk, **(disk_settings or {})),
-            **(slower or {}),
-        }
-        chosen = config(made, **({"name": "test", "rank_deadline": SOON} | settings))
-        return CheckpointStore.open(chosen, ranks=world.communicator(rank))
-
-    stores = [new(rank) for rank in range(size)]
+    world = World(size, nodes=nodes or ["a"] * size, bulk=bulk)
+    stores = stores_of(world, shared_memory, disk, **settings)
     opened = await asyncio.gather(*stores, return_exceptions=True)
     for problem in opened:
         if isinstance(problem, BaseException):
@@ -126,16 +177,22 @@ async def cohort(
 
 @dataclass(frozen=True)
 class RanksPlace:
-    """Where the ranks of cohorts, one after the other, keep their store; and how many ranks there are by default."""
+    """Where cohorts, one after the other, keep their store; how many ranks and which settings they have by default."""
 
     shared_memory: Path
     disk: Path
     size: int = 3
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @asynccontextmanager
     async def open(self, size: int | None = None, **settings: Any) -> AsyncIterator[Cohort]:
-        async with cohort(size or self.size, self.shared_memory, self.disk, **settings) as ranks:
+        async with cohort(size or self.size, self.shared_memory, self.disk, **(self.settings | settings)) as ranks:
             yield ranks
+
+    def lose_ram(self, node: str = "*") -> None:
+        """Everything in the RAM of a node is gone, or of all nodes."""
+        for found in self.shared_memory.glob(node):
+            shutil.rmtree(found)
 
 
 def whole(seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:

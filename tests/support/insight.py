@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,6 @@ def slab_of(store: CheckpointStore) -> Slab:
     ram = store._life.engine.state.tiers[0].ram
     assert ram is not None
     return ram.slab
-
-
-def let_wait(stores: Iterable[CheckpointStore], seconds: float) -> None:
-    """From now on, the ranks of these stores wait so long for each other.
-
-    Where one is to be missed and where none is, other times are right: what goes well may take long on a busy machine.
-    """
-    for store in stores:
-        store._life.engine.mode.ranked.group.deadline = seconds
 
 
 async def index_of(store: CheckpointStore, tier: str, step: int) -> dict[str, ArrayIndex]:

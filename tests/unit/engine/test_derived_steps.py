@@ -469,7 +469,7 @@ async def test_several_ranks_derive_from_what_all_see(
     archive = folder(tmp_path / "archive", lossy=rules, retain={"kind": "last_n", "n": 1})
     async with cohort(2, shared_memory, tmp_path / "disk", slower={"archive": archive}) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        await ranks.all(lambda store, _: store.flush())
+        await ranks.flush()
         assert (await ranks[0].steps())[0].lossy == ("archive",)
         with pytest.raises(Invalid, match="ranks=None"):
             await ranks[0].restore(1, lossy=True)
@@ -478,7 +478,7 @@ async def test_several_ranks_derive_from_what_all_see(
         assert ["archive" in store._life.open_engine.promoters for store in ranks.stores] == [True, False]
         for step in (2, 3):
             await ranks.reached(await ranks.save(step), "disk")
-            await ranks.all(lambda store, _: store.flush())
+            await ranks.flush()
         await ranks.heard[0].first(StepEvicted, lambda event: event.tier == "archive")
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 

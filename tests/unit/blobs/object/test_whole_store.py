@@ -12,13 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from reliability.ranks import World
-from support.cohort import Cohort, assert_whole
+from support.cohort import RanksPlace, assert_whole
 from support.command_line import run
 from support.limits import limit
 from support.object_stores import CREDENTIALS, Place
 from support.proxy import Proxy, abridge, cut, deny, ignore_ranges, internal_error, late, lose_reply, slow_down
-from support.scenes import CHUNK, SOON, Heard, assert_restored, assert_same, config, crash, ram, tree
+from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig, dump_with_secrets
@@ -277,24 +276,16 @@ async def _is_promoted(store: CheckpointStore, step: int) -> bool:
 
 async def test_several_ranks_share_a_tier(shared_memory: Path, s3_place: Place, between: Proxy) -> None:
     tiers = {"ram": ram(shared_memory / "a"), "s3": s3_place.tier(between.url)}
-    settings = config(tiers, rank_deadline=SOON)
-
-    async def opened() -> Cohort:
-        world = World(3, nodes=["a"] * 3)
-        stores = (CheckpointStore.open(settings, ranks=each) for each in world.communicators())
-        return Cohort(world, await asyncio.gather(*stores))
-
-    ranks = await opened()
-    await ranks.reached(await ranks.save(1), "s3")
-    assert len([path for verb, path in between.asked if path.endswith("manifest.ocdbt") and verb == "PUT"]) == 1
-    await ranks.all(lambda store, _: store.close())
-    shutil.rmtree(shared_memory / "a")
-    ranks = await opened()
-    for restored in await ranks.restored():
-        assert restored is not None
-        assert "ram" not in restored.sources
-        assert_whole(restored, 1)
-    await ranks.all(lambda store, _: store.close())
+    place = RanksPlace(shared_memory, shared_memory, settings={"tiers": tiers})
+    async with place.open() as ranks:
+        await ranks.reached(await ranks.save(1), "s3")
+        assert len([path for verb, path in between.asked if path.endswith("manifest.ocdbt") and verb == "PUT"]) == 1
+    place.lose_ram("a")
+    async with place.open() as ranks:
+        for restored in await ranks.restored():
+            assert restored is not None
+            assert "ram" not in restored.sources
+            assert_whole(restored, 1)
 
 
 async def test_training_goes_on_beside_a_server_that_hangs(settings: StoreConfig, between: Proxy) -> None:

@@ -46,7 +46,7 @@ async def test_of_several_ranks_rank_0_exports_the_whole_step_once(shared_memory
     async with cohort(3, shared_memory, tmp_path / "disk", exports=exports) as ranks:
         for step in (1, 2):
             await ranks.reached(await ranks.save(step), "disk")
-            await ranks.all(lambda store, rank: store.flush())
+            await ranks.flush()
         made = [[event.step for event in heard.of(StepExported)] for heard in ranks.heard]
         assert made == [[1, 2], [], []]
         assert not any(heard.of(ExportFailed) for heard in ranks.heard)

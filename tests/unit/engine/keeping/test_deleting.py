@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.agents import end_agent
-from support.clusters import Cluster, replicated
-from support.clusters import save as save_on_all
-from support.cohort import cohort
+from support.cohort import RanksPlace, cohort
 from support.insight import tier_of
 from support.scenes import Heard, assert_restored, config, folder, pack_bytes, ram, tree
 
@@ -227,14 +225,12 @@ async def test_of_several_ranks_rank_0_deletes_for_all(shared_memory: Path, tmp_
 async def test_copies_in_the_ram_of_other_nodes_do_not_bring_a_deleted_step_back(
     shared_memory: Path, tmp_path: Path
 ) -> None:
-    cluster = Cluster(
-        ("a", "b"), shared_memory, tmp_path / "disk", ram={"replicas": 2}, disk={"promote": {"kind": "never"}}
-    )
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save_on_all(stores, 1)
-        await replicated(heard, 1)
-        await stores[0].delete(1, force=True)
+    settings = {"nodes": "ab", "ram_settings": {"replicas": 2}, "disk_settings": {"promote": "never"}}
+    both = RanksPlace(shared_memory, tmp_path / "disk", 2, settings)
+    async with both.open(crashing=True) as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        await ranks[0].delete(1, force=True)
 
         def kept(store: CheckpointStore) -> list[Any]:
             ranked = store._life.engine.mode.ranked
@@ -242,11 +238,11 @@ async def test_copies_in_the_ram_of_other_nodes_do_not_bring_a_deleted_step_back
             assert ranked.replicas is not None
             return [step for tier in ranked.replicas.kept.values() for step in tier.steps.parts]
 
-        for store in stores:
+        for store in ranks.stores:
             changed = store._life.engine.state.changed
             await store._life.loop.call(changed.until(lambda store=store: not kept(store)))
-    async with cluster.open() as stores:
-        assert [await store.all_steps() for store in stores] == [(), ()]
+    async with both.open() as ranks:
+        assert await ranks.all(lambda store, rank: store.all_steps()) == [(), ()]
 
 
 async def test_a_tree_of_one_array_is_enough_to_see_the_order_of_saves(place: Place) -> None:

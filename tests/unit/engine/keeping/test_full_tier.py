@@ -184,7 +184,7 @@ async def test_several_ranks_bring_their_newest_step_to_a_full_tier(
         held = [info.step for info in infos if "disk" in info.tiers]
         assert len(held) >= 2
         assert held == list(range(9 - len(held), 9))
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
 
 
 @pytest.mark.parametrize("mode", ["promoted", "past RAM", "lease"])

@@ -102,7 +102,7 @@ async def test_of_several_ranks_too_such_a_pack_lends_none(
     for key in [key for key in objects.data if key.startswith(layout.STEPS)]:
         del objects.data[key]
     async with cohort(2, shared_memory, shared_memory, tiers=tiers) as ranks:
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         assert await ranks[0].where(1) == ("ram", "far")
         (found,) = await ranks[0].verify(1, "far")
         assert not found.problem

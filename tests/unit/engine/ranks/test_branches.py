@@ -58,7 +58,7 @@ async def test_a_look_at_an_older_step_leaves_the_branch_on_every_rank(place: Pl
         await disk.reached()
         await ranks.restored(1)
         disk.release()
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         assert await branches(ranks) == [[1, 2, 3]] * SIZE
         assert [await store.where(3) for store in ranks.stores] == [("ram", "disk")] * SIZE
     async with place.opened() as ranks:

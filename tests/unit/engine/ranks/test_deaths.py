@@ -67,7 +67,7 @@ async def test_a_save_without_memory_behind_the_training_is_told_and_the_next_on
                 for checkpoint in checkpoints:
                     with pytest.raises((RanksUnavailable, TierUnavailable), match="MemoryError"):
                         await checkpoint.reached("disk")
-            await ranks.all(lambda store, rank: store.flush())
+            await ranks.flush()
             await ranks.reached(await ranks.save(2), "disk")
         for restored in await ranks.restored():
             assert_whole(restored, 2)

@@ -53,7 +53,7 @@ async def test_a_step_of_all_ranks_is_what_was_there_at_the_call_or_is_nowhere(
         await ranks.failed(step=3)
 
         checkpoints = await save(4)
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         await ranks.reached(checkpoints, "disk")
 
         def numbers(store: CheckpointStore, rank: int) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from reliability.ranks import InProcess, World
 from reliability.tiers import FaultyTiers
-from support.cohort import DEADLINE, Cohort, RanksPlace, assert_whole, part, whole
+from support.cohort import DEADLINE, Cohort, RanksPlace, assert_whole, part, stores_of, whole
 from support.limits import limit
 from support.scenes import SOON, config, crash, folder, ram
 
@@ -26,17 +26,10 @@ from tieredckpt.format.manifest import StepId
 from tieredckpt.preempt import preemption
 
 
-class Place(RanksPlace):
-    def stores(self, world: World, *, capacity: str = "16 MiB", **settings: Any) -> list[CheckpointStore]:
-        tiers = {"ram": ram(self.shared_memory / "a", capacity=capacity), "disk": folder(self.disk)}
-        chosen = config(tiers, **({"name": "test", "rank_deadline": DEADLINE} | settings))
-        return [CheckpointStore.open(chosen, ranks=communicator) for communicator in world.communicators()]
-
-
 @pytest.fixture
-def place(shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RanksPlace:
     limit(monkeypatch, last_words=0.5)
-    return Place(shared_memory, tmp_path / "disk")
+    return RanksPlace(shared_memory, tmp_path / "disk")
 
 
 async def outcomes(stores: list[CheckpointStore]) -> list[object]:
@@ -46,15 +39,13 @@ async def outcomes(stores: list[CheckpointStore]) -> list[object]:
     return list(found)
 
 
-async def test_a_rank_that_cannot_open_keeps_all_from_it_and_says_why(place: Place) -> None:
+async def test_a_rank_that_cannot_open_keeps_all_from_it_and_says_why(place: RanksPlace) -> None:
     tiers = {"ram": ram(place.shared_memory, path=place.shared_memory / "held"), "disk": folder(place.disk)}
     async with CheckpointStore.open(config(tiers)) as store:
         of_rank_1 = Path(store._life.engine.state.tiers[0].store.location) / "rank-1"
     lock = take(of_rank_1)  # another process has the RAM of rank 1
     try:
-        world = World(3, nodes=["a"] * 3)
-        chosen = config(tiers, name="test", rank_deadline=SOON)
-        stores = [CheckpointStore.open(chosen, ranks=communicator) for communicator in world.communicators()]
+        stores = stores_of(World(3, nodes=["a"] * 3), place.shared_memory, place.disk, tiers=tiers)
         found = await outcomes(stores)
         assert all(isinstance(each, Conflict) for each in found)
         assert "rank 1" in str(found[0])
@@ -64,14 +55,11 @@ async def test_a_rank_that_cannot_open_keeps_all_from_it_and_says_why(place: Pla
 
 
 async def test_what_is_true_for_all_ranks_is_said_once_by_the_leader(
-    place: Place, small_tmpfs: Path, caplog: pytest.LogCaptureFixture
+    place: RanksPlace, small_tmpfs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiers = {"ram": ram(small_tmpfs, capacity="128 MiB"), "disk": folder(place.disk)}  # more than there is
-    chosen = config(tiers, name="test", rank_deadline=SOON)
-    stores = [CheckpointStore.open(chosen, ranks=each) for each in World(3, nodes=["a"] * 3).communicators()]
-    await asyncio.gather(*stores)
-    said = [record.getMessage() for record in caplog.records if "memfd" in record.getMessage()]
-    await asyncio.gather(*(store.close() for store in stores))
+    async with place.open(tiers=tiers):
+        said = [record.getMessage() for record in caplog.records if "memfd" in record.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("ranks 0, 1, 2: shared memory at ")
     caplog.clear()
@@ -80,15 +68,15 @@ async def test_what_is_true_for_all_ranks_is_said_once_by_the_leader(
     assert alone.startswith("shared memory at ")
 
 
-async def test_a_store_that_others_write_to_is_refused_on_every_rank(place: Place) -> None:
+async def test_a_store_that_others_write_to_is_refused_on_every_rank(place: RanksPlace) -> None:
     async with CheckpointStore.open(config({"disk": folder(place.disk)})):
-        found = await outcomes(place.stores(World(2, nodes=["a"] * 2), rank_deadline=SOON))
+        found = await outcomes(stores_of(World(2, nodes=["a"] * 2), place.shared_memory, place.disk))
         assert all(isinstance(each, Conflict) and "written to" in str(each) for each in found)
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-async def test_a_rank_that_does_not_come_is_missed_after_the_deadline(place: Place, absent: int) -> None:
-    stores = place.stores(World(3, nodes=["a"] * 3))
+async def test_a_rank_that_does_not_come_is_missed_after_the_deadline(place: RanksPlace, absent: int) -> None:
+    stores = stores_of(World(3, nodes=["a"] * 3), place.shared_memory, place.disk, rank_deadline=DEADLINE)
     del stores[absent]
     begin = time.monotonic()
     found = await outcomes(stores)
@@ -98,10 +86,10 @@ async def test_a_rank_that_does_not_come_is_missed_after_the_deadline(place: Pla
 
 @pytest.mark.parametrize("topic", ["nodes", "open/tiers", "open/parts"])
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_a_rank_that_dies_while_all_open_locks_nobody_up(place: Place, topic: str, victim: int) -> None:
+async def test_a_rank_that_dies_while_all_open_locks_nobody_up(place: RanksPlace, topic: str, victim: int) -> None:
     world = World(3, nodes=["a"] * 3)
     world.kill(victim, "send", topic=topic)
-    stores = place.stores(world)
+    stores = stores_of(world, place.shared_memory, place.disk, rank_deadline=DEADLINE)
     opening = [asyncio.ensure_future(store.__aenter__()) for store in stores]
     others = [each for rank, each in enumerate(opening) if rank != victim]
     async with asyncio.timeout(SOON):
@@ -116,10 +104,10 @@ async def test_a_rank_that_dies_while_all_open_locks_nobody_up(place: Place, top
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-async def test_closing_does_not_wait_for_the_dead(place: Place, victim: int) -> None:
+async def test_closing_does_not_wait_for_the_dead(place: RanksPlace, victim: int) -> None:
     async with place.open(3, crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         ranks.let_wait(DEADLINE)
         ranks.world.kill_now(victim)
         others = [store for rank, store in enumerate(ranks.stores) if rank != victim]
@@ -129,7 +117,7 @@ async def test_closing_does_not_wait_for_the_dead(place: Place, victim: int) -> 
 
 @pytest.mark.parametrize("victim", [0, 2])
 async def test_closing_does_not_wait_again_for_a_rank_that_timed_out(
-    place: Place, victim: int, monkeypatch: pytest.MonkeyPatch
+    place: RanksPlace, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit(monkeypatch, wait_longer=0.2)
     async with place.open(3, crashing=True) as ranks:
@@ -145,7 +133,7 @@ async def test_closing_does_not_wait_again_for_a_rank_that_timed_out(
 
 
 async def test_a_rank_that_was_slow_once_and_is_heard_again_is_waited_for_as_all_are(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: RanksPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit(monkeypatch, wait_longer=0.2)
     async with place.open(3) as ranks:
@@ -162,7 +150,7 @@ async def test_a_rank_that_was_slow_once_and_is_heard_again_is_waited_for_as_all
 
 
 async def test_rank_0_that_listens_to_all_asks_for_news_no_oftener_than_any_other(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: RanksPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     really = InProcess.recv
     asked: dict[int, dict[int, float]] = {rank: {} for rank in range(4)}
@@ -180,7 +168,7 @@ async def test_rank_0_that_listens_to_all_asks_for_news_no_oftener_than_any_othe
     assert often[0] == pytest.approx(often[1])
 
 
-async def test_rank_0_stays_until_all_others_close(place: Place) -> None:
+async def test_rank_0_stays_until_all_others_close(place: RanksPlace) -> None:
     async with place.open(2) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
         closing = asyncio.ensure_future(ranks[0].close())
@@ -191,7 +179,7 @@ async def test_rank_0_stays_until_all_others_close(place: Place) -> None:
         await closing
 
 
-async def test_rank_0_that_is_warned_has_told_the_others_what_is_durable_when_it_ends(place: Place) -> None:
+async def test_rank_0_that_is_warned_has_told_the_others_what_is_durable_when_it_ends(place: RanksPlace) -> None:
     async with place.open(2, crashing=True) as ranks:
         ranks.world.delay(0, 0.3, verb="send", topic="log/*")
         checkpoints = await ranks.save(1)
@@ -203,7 +191,7 @@ async def test_rank_0_that_is_warned_has_told_the_others_what_is_durable_when_it
             await checkpoints[1].reached("disk")
 
 
-async def test_closing_waits_for_what_is_due_on_other_ranks(place: Place) -> None:
+async def test_closing_waits_for_what_is_due_on_other_ranks(place: RanksPlace) -> None:
     async with place.open(3) as ranks:
         held = ranks.faulty(0).hold("put", key="steps/*/manifest.ocdbt")
         await ranks.save(1)
@@ -217,15 +205,15 @@ async def test_closing_waits_for_what_is_due_on_other_ranks(place: Place) -> Non
         assert_whole(await store.restore(), 1)
 
 
-async def test_a_close_in_order_gives_the_memory_back_and_leaves_no_folder(place: Place) -> None:
+async def test_a_close_in_order_gives_the_memory_back_and_leaves_no_folder(place: RanksPlace) -> None:
     async with place.open(3, ram_settings={"on_close": "auto"}) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
     assert not list(place.shared_memory.glob("*/of-test/ram/*"))
 
 
-async def test_ranks_in_threads_without_an_event_loop_do_the_same(place: Place) -> None:
+async def test_ranks_in_threads_without_an_event_loop_do_the_same(place: RanksPlace) -> None:
     """The blocking face, as ordinary training loops use it."""
-    stores = place.stores(World(3, nodes=["a"] * 3), rank_deadline=SOON)
+    stores = stores_of(World(3, nodes=["a"] * 3), place.shared_memory, place.disk)
     problems: list[BaseException] = []
 
     def trainer(rank: int) -> None:
@@ -248,7 +236,7 @@ async def test_ranks_in_threads_without_an_event_loop_do_the_same(place: Place) 
     assert problems == []
 
 
-async def test_what_one_process_saved_alone_is_restored_and_promoted_by_ranks(place: Place) -> None:
+async def test_what_one_process_saved_alone_is_restored_and_promoted_by_ranks(place: RanksPlace) -> None:
     """A step that is in the RAM of a store without ranks counts as the part of a single one."""
     tiers = {"ram": ram(place.shared_memory / "a", on_close="keep"), "disk": folder(place.disk, promote="never")}
     alone = CheckpointStore.open(config(tiers, name="test"), ranks=None)
@@ -257,14 +245,14 @@ async def test_what_one_process_saved_alone_is_restored_and_promoted_by_ranks(pl
     async with place.open(3) as ranks:
         for restored in await ranks.restored():
             assert_whole(restored, 1)
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         assert [await store.where(1) for store in ranks.stores] == [("ram", "disk")] * 3
 
 
 NEVER: dict[str, Any] = {"disk_settings": {"promote": "never"}, "crashing": True}
 
 
-async def two_runs(place: Place) -> None:
+async def two_runs(place: RanksPlace) -> None:
     """Two runs on disjoint nodes, c and d, and e and f, continue a step and give their next saves one serial."""
 
     async def save(ranks: Cohort, step: int, seed: int) -> None:
@@ -280,7 +268,7 @@ async def two_runs(place: Place) -> None:
             await save(ranks, 2, seed)
 
 
-async def test_parts_that_different_runs_left_under_one_serial_are_no_step(place: Place) -> None:
+async def test_parts_that_different_runs_left_under_one_serial_are_no_step(place: RanksPlace) -> None:
     """A third run has a node of each."""
     await two_runs(place)
     async with place.open(2, nodes=["c", "f"], **NEVER) as ranks:
@@ -290,7 +278,7 @@ async def test_parts_that_different_runs_left_under_one_serial_are_no_step(place
             np.testing.assert_array_equal(restored.tree["w"], whole(1))
 
 
-async def test_of_runs_that_left_whole_steps_under_one_serial_the_newest_is_restored(place: Place) -> None:
+async def test_of_runs_that_left_whole_steps_under_one_serial_the_newest_is_restored(place: RanksPlace) -> None:
     await two_runs(place)
     async with place.open(4, nodes=["c", "f", "d", "e"], **NEVER) as ranks:
         for restored in await ranks.restored():
@@ -307,7 +295,7 @@ async def test_of_runs_that_left_whole_steps_under_one_serial_the_newest_is_rest
             np.testing.assert_array_equal(restored.tree["w"], whole(30))
 
 
-async def test_a_shared_tier_that_fails_is_told_on_all_ranks_and_to_who_waits(place: Place) -> None:
+async def test_a_shared_tier_that_fails_is_told_on_all_ranks_and_to_who_waits(place: RanksPlace) -> None:
     async with place.open(2) as ranks:
         place.disk.rename(place.disk.with_name("away"))  # nobody makes a new one in its place
         checkpoints = await ranks.save(1)
@@ -322,7 +310,7 @@ async def test_a_shared_tier_that_fails_is_told_on_all_ranks_and_to_who_waits(pl
 
 
 async def test_a_rank_whose_ram_fails_streams_and_the_step_is_committed_all_the_same(
-    place: Place, faults: FaultyTiers
+    place: RanksPlace, faults: FaultyTiers
 ) -> None:
     async with place.open(2) as ranks:
         first = ranks[1]._life.engine.state.tiers[0]
@@ -341,7 +329,7 @@ async def _fail(store: CheckpointStore, error: Exception) -> None:
     tier.health.retry_at = time.monotonic() + SOON
 
 
-async def test_settings_that_only_ranks_have_are_checked(place: Place) -> None:
+async def test_settings_that_only_ranks_have_are_checked(place: RanksPlace) -> None:
     with pytest.raises(Invalid, match="rank_deadline"):
         config({"disk": folder(place.disk)}, rank_deadline=0)
     with pytest.raises(Invalid, match="ranks is"):
@@ -349,7 +337,7 @@ async def test_settings_that_only_ranks_have_are_checked(place: Place) -> None:
             pass
 
 
-async def test_a_long_training_remembers_no_more_of_steps_that_are_gone(place: Place) -> None:
+async def test_a_long_training_remembers_no_more_of_steps_that_are_gone(place: RanksPlace) -> None:
     """No rank's memory grows with the steps that were saved and evicted, nor with copies that nobody makes."""
     retained = {"retain": {"kind": "last_n", "n": 2}}
     settings = {"replicas": 2, "capacity": "2 MiB"}  # on one node

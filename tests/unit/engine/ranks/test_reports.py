@@ -53,7 +53,7 @@ async def test_damage_that_only_other_ranks_read_is_repaired_by_rank_0(
             assert restored is not None
         repaired = await ranks.heard[0].first(ChunkRepaired)
         assert (repaired.key, repaired.tier, repaired.source) == ("w", "disk", "far")
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         assert await intact(ranks)
         assert len(ranks.heard[0].of(ChunkRepaired)) == 1
         for restored in await ranks.restored():

@@ -61,7 +61,7 @@ async def test_a_schedule_of_time_saves_one_step_on_all_ranks_however_they_are_a
                 saved[rank] += await train(ranks, rank, range(max(1, turn + 1 - lag), min(turn + 1 - lag, last) + 1))
         assert saved[0] == saved[1] == saved[2]
         assert len(saved[0]) >= 2
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         for heard in ranks.heard:
             assert [event.step for event in heard.of(StepCommitted)] == saved[0]
             assert heard.of(CommitFailed) == []

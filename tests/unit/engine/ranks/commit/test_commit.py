@@ -107,7 +107,7 @@ async def test_a_step_whose_packs_are_gone_is_written_again_from_the_memory_of_a
         for pack in place.disk.glob("packs/*/*.pack"):
             pack.unlink()
         await ranks[0].collect()
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         (found,) = await ranks[0].verify(1, tier="disk")
         assert not found.problem
     async with place.open(2, nodes=["c", "d"]) as ranks:
@@ -173,7 +173,7 @@ async def test_a_rank_that_dies_while_it_writes_its_part_leaves_no_commit(place:
         assert place.steps() == []
     ranks.world.restart()
     async with place.open() as again:  # what every rank has in RAM is whole, and goes on
-        await again.all(lambda store, rank: store.flush())
+        await again.flush()
         assert [await store.where(1) for store in again.stores] == [("ram", "disk")] * SIZE
     await finds(place, 1)
 
@@ -212,7 +212,7 @@ async def test_a_rank_that_hangs_while_it_writes_stalls_no_training(place: Place
             await ranks.reached(await ranks.save(step), "ram")
         assert place.steps() == []
         held.release()
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         assert place.steps()[-1].startswith("0000000003")
 
 
@@ -253,7 +253,7 @@ async def test_a_flush_brings_all_steps_as_soon_as_the_rank_that_they_lacked_ans
         ranks.let_wait(SOON)
         held.release()
         await ranks.save(2)
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         assert [name[:10] for name in place.steps()] == ["0000000001", "0000000002"]
 
 
@@ -357,7 +357,7 @@ async def test_a_crash_of_the_leader_between_any_two_writes_leaves_a_whole_step_
         assert len(place.steps()) == (1 if last else 0)
         await finds(place, 1 if last else 0)
         async with place.open(2) as again:
-            await again.all(lambda store, rank: store.flush())
+            await again.flush()
             for restored in await again.restored():
                 assert_whole(restored, 1)
         if last:
@@ -453,7 +453,7 @@ async def test_no_event_of_failure_comes_with_success(place: Place) -> None:
     async with place.open() as ranks:
         for step in range(1, 6):
             await ranks.save(step)
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         assert not any(heard.of(CommitFailed) for heard in ranks.heard)
         assert_whole((await ranks.restored())[1], 5)
         assert part(5, 0, SIZE)["epoch"] == 5

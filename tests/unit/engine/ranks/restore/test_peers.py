@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.clusters import STATE_BYTES, Cluster, copied, read, replicated, restore, save
-from support.cohort import DEADLINE
-from support.insight import let_wait, mapped_below, opened_below
-from support.scenes import Heard, config, crash, folder, ram
+from reliability.ranks import World
+from support.cohort import DEADLINE, RanksPlace, cohort, part, stores_of
+from support.insight import mapped_below, opened_below
+from support.scenes import config, crash, folder, ram, ram_in
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.store import RamStore
@@ -23,160 +23,146 @@ from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.errors import Invalid, TierUnavailable
 from tieredckpt.events import ReplicationFailed
 
-TWO_NODES = ("a", "a", "b", "b")
+TWO_NODES = "aabb"
+REPLICAS = {"ram_settings": {"replicas": 2}, "disk_settings": {"promote": "never"}}
 
 
 @pytest.fixture
-def cluster(shared_memory: Path, tmp_path: Path) -> Cluster:
-    return Cluster(
-        TWO_NODES, shared_memory, tmp_path / "disk", ram={"replicas": 2}, disk={"promote": {"kind": "never"}}
-    )
+def place(shared_memory: Path, tmp_path: Path) -> RanksPlace:
+    return RanksPlace(shared_memory, tmp_path / "disk", 4, {"nodes": TWO_NODES, "crashing": True} | REPLICAS)
 
 
-async def test_a_lost_node_comes_back_from_the_ram_of_the_others(cluster: Cluster) -> None:
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save(stores, 1)
-        await save(stores, 2)
-        for event in await replicated(heard, 2):
+def copies_on(place: RanksPlace, node: str) -> list[Path]:
+    """The folders of the copies of parts in the RAM of a node."""
+    return list(ram_in(place.shared_memory / node / "of-test" / "ram").glob("rank-*.replica"))
+
+
+async def test_a_lost_node_comes_back_from_the_ram_of_the_others(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.save(2)
+        for event in await ranks.replicated(2):
             assert event.copies == 2
     for lost in ("b", "a"):
-        cluster.lose(lost)
-        async with cluster.open(crashing=True) as stores:
-            for rank, came in enumerate(await restore(stores, 2)):
+        place.lose_ram(lost)
+        async with place.open() as ranks:
+            for rank, came in enumerate(await ranks.restore_into(2)):
                 assert came.keys() <= {"ram", PEERS}  # or its part was given back to its RAM before
-                assert came.keys() == {"ram"} or cluster.nodes[rank] == lost
-                assert read(stores[rank]) == 0
+                assert came.keys() == {"ram"} or ranks.world.nodes[rank] == lost
+                assert ranks.read(rank) == 0
             # What the lost node had is made anew, or the other one could not be lost next.
-            await copied(stores, 2)
+            await ranks.copied(2)
 
 
-async def test_training_goes_on_after_a_lost_node(cluster: Cluster) -> None:
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save(stores, 1)
-        await replicated(heard, 1)
-    cluster.lose("a")
-    async with cluster.open() as stores:
-        heard = [Heard(store) for store in stores]
-        await restore(stores, 1)
-        await save(stores, 2)
-        await replicated(heard, 2)
-        assert set(await stores[0].where(2)) == {"ram"}
-        await asyncio.gather(*(store.promote(2, "disk") for store in stores[:1]))
+async def test_training_goes_on_after_a_lost_node(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+    place.lose_ram("a")
+    async with place.open(crashing=False) as ranks:
+        await ranks.restore_into(1)
+        await ranks.save(2)
+        await ranks.replicated(2)
+        assert set(await ranks[0].where(2)) == {"ram"}
+        await asyncio.gather(*(store.promote(2, "disk") for store in ranks.stores[:1]))
 
 
-async def test_what_is_damaged_in_a_rank_s_own_ram_comes_from_its_copy(cluster: Cluster) -> None:
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save(stores, 1)
-        await replicated(heard, 1)
-        for store in stores[:2]:  # both of one node
+async def test_what_is_damaged_in_a_rank_s_own_ram_comes_from_its_copy(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        for store in ranks.stores[:2]:  # both of one node
             tier = store._life.engine.state.tiers[0]
             assert tier.ram is not None
             (step,) = tier.steps.held
             for extent in [*unique_extents((await step_index.load(tier, step)).arrays).values()][::2]:
                 tier.ram.slab.array[extent.offset] ^= 1
-        for rank, came in enumerate(await restore(stores, 1)):
+        for rank, came in enumerate(await ranks.restore_into(1)):
             assert (PEERS in came) == (rank < 2)
 
 
-async def test_a_part_that_came_back_is_promoted_from_where_it_is_now(cluster: Cluster) -> None:
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save(stores, 1)
-        await replicated(heard, 1)
-    cluster.lose("b")
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await restore(stores, 1)
-        await copied(stores, 1)
-        await save(stores, 2)
-        await replicated(heard, 2)  # the copies of step 1 have gone
-        await stores[0].promote(1, "disk")
-        assert await stores[0].where(1) == ("ram", "disk")
+async def test_a_part_that_came_back_is_promoted_from_where_it_is_now(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+    place.lose_ram("b")
+    async with place.open() as ranks:
+        await ranks.restore_into(1)
+        await ranks.copied(1)
+        await ranks.save(2)
+        await ranks.replicated(2)  # the copies of step 1 have gone
+        await ranks[0].promote(1, "disk")
+        assert await ranks[0].where(1) == ("ram", "disk")
 
 
 async def test_ranks_that_change_their_nodes_find_their_parts_and_copy_them_anew(
     shared_memory: Path, tmp_path: Path
 ) -> None:
-    settings = {"ram": {"replicas": 2}, "disk": {"promote": {"kind": "never"}}}
-    before = Cluster(("a", "b", "c"), shared_memory, tmp_path / "disk", **settings)
-    async with before.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save(stores, 1)
-        await replicated(heard, 1)
-    after = Cluster(("c", "a", "b"), shared_memory, tmp_path / "disk", **settings)
-    async with after.open(crashing=True) as stores:
-        await restore(stores, 1)
-        await copied(stores, 1)
-    after.lose("a")
-    async with after.open(crashing=True) as stores:
-        for store, came in zip(stores, await restore(stores, 1), strict=True):
+    place = RanksPlace(shared_memory, tmp_path / "disk", 3, {"crashing": True} | REPLICAS)
+    async with place.open(nodes="abc") as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+    async with place.open(nodes="cab") as ranks:
+        await ranks.restore_into(1)
+        await ranks.copied(1)
+    place.lose_ram("a")
+    async with place.open(nodes="cab") as ranks:
+        for rank, came in enumerate(await ranks.restore_into(1)):
             assert came.keys() <= {"ram", PEERS}
-            assert read(store) == 0
+            assert ranks.read(rank) == 0
 
 
-async def test_no_node_keeps_a_copy_of_its_own_parts(cluster: Cluster) -> None:
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save(stores, 1)
-        await replicated(heard, 1)
-        kept = {
-            node: {path.name for path in cluster.ram_of(node).glob("rank-*.replica")} for node in set(cluster.nodes)
-        }
+async def test_no_node_keeps_a_copy_of_its_own_parts(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        kept = {node: {path.name for path in copies_on(place, node)} for node in "ab"}
     assert kept == {"a": {"rank-2.replica", "rank-3.replica"}, "b": {"rank-0.replica", "rank-1.replica"}}
 
 
-async def test_only_what_changed_is_sent(cluster: Cluster) -> None:
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save(stores, 1)
-        (first, *_) = await replicated(heard, 1)
-        assert STATE_BYTES <= first.sent <= 1.1 * STATE_BYTES
-        await save(stores, 2, seed=1)
-        (second, *_) = await replicated(heard, 2)
-        assert second.sent <= 0.1 * STATE_BYTES
+async def test_only_what_changed_is_sent(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        (first, *_) = await ranks.replicated(1)
+        nbytes = sum(part(1, rank, 4)["w"].array.nbytes + part(1, rank, 4)["common"].nbytes for rank in range(4))
+        assert nbytes <= first.sent <= 1.1 * nbytes
+        await ranks.save(2, seed=1)
+        (second, *_) = await ranks.replicated(2)
+        assert second.sent <= 0.1 * nbytes
 
 
-async def test_policies_see_on_how_many_nodes_a_step_lies(cluster: Cluster) -> None:
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save(stores, 1)
-        await replicated(heard, 1)
-        for store in stores:
+async def test_policies_see_on_how_many_nodes_a_step_lies(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        for store in ranks.stores:
             (step,) = store._life.engine.state.view().steps
             assert step.replicas == 2
 
 
-async def test_older_copies_go_when_a_newer_step_is_whole(cluster: Cluster) -> None:
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
+async def test_older_copies_go_when_a_newer_step_is_whole(place: RanksPlace) -> None:
+    async with place.open() as ranks:
         for step in range(1, 5):
-            await save(stores, step)
-            await replicated(heard, step)
-        for node in set(cluster.nodes):
-            for kept in cluster.ram_of(node).glob("rank-*.replica"):
-                assert [path.name for path in (kept / "steps").iterdir() if any(path.iterdir())] == [
-                    "0000000004-000004"
-                ]
+            await ranks.save(step)
+            await ranks.replicated(step)
+        for kept in copies_on(place, "a") + copies_on(place, "b"):
+            assert [path.name for path in (kept / "steps").iterdir() if any(path.iterdir())] == ["0000000004-000004"]
 
 
-async def test_a_copy_that_fails_stops_no_training(cluster: Cluster) -> None:
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save(stores, 1)
-        await replicated(heard, 1)
-        kept = next(cluster.ram_of("b").glob("rank-0.replica"))
+async def test_a_copy_that_fails_stops_no_training(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        (kept,) = (path for path in copies_on(place, "b") if path.name == "rank-0.replica")
         shutil.rmtree(kept / "steps")
         (kept / "steps").touch()  # nothing can be committed there
-        await save(stores, 2)
-        for one in heard:
+        await ranks.save(2)
+        for one in ranks.heard:
             failed = await one.first(ReplicationFailed)
-            assert (failed.step, failed.ranks) == (2, (cluster.world.nodes.index("b"),))
+            assert (failed.step, failed.ranks) == (2, (ranks.world.nodes.index("b"),))
         (kept / "steps").unlink()
-        await save(stores, 3)
-        await replicated(heard, 3)
+        await ranks.save(3)
+        await ranks.replicated(3)
 
 
 async def test_memory_that_is_not_there_for_replicas_is_refused_with_the_numbers(
@@ -184,8 +170,7 @@ async def test_memory_that_is_not_there_for_replicas_is_refused_with_the_numbers
 ) -> None:
     monkeypatch.setattr(replication, "memory_limit", lambda: (100 << 20, "the machine's memory"))
     settings = {"replicas": 2, "capacity": "32 MiB"}
-    small = Cluster(TWO_NODES, shared_memory, tmp_path / "disk", ram=settings)
-    stores = [small.new(rank) for rank in range(4)]
+    stores = stores_of(World(4, nodes=TWO_NODES), shared_memory, tmp_path / "disk", ram_settings=settings)
     for end in await asyncio.gather(*stores, return_exceptions=True):
         assert isinstance(end, Invalid)
         assert "128 MiB" in str(end)
@@ -194,14 +179,13 @@ async def test_memory_that_is_not_there_for_replicas_is_refused_with_the_numbers
 
 async def test_racks_that_are_named_are_never_shared(shared_memory: Path, tmp_path: Path) -> None:
     racks = {"a": "east", "b": "east", "c": "west", "d": "west"}
-    cluster = Cluster(tuple(racks), shared_memory, tmp_path / "disk", ram={"replicas": 2}, racks=racks)
-    async with cluster.open(crashing=True) as stores:
-        heard = [Heard(store) for store in stores]
-        await save(stores, 1)
-        await replicated(heard, 1)
+    settings = {"nodes": tuple(racks), "racks": racks, "ram_settings": {"replicas": 2}}
+    async with cohort(4, shared_memory, tmp_path / "disk", crashing=True, **settings) as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
         for rank, node in enumerate(racks):
             (keeper,) = list(shared_memory.rglob(f"rank-{rank}.replica"))
-            assert racks[keeper.parents[2].name] != racks[node]
+            assert racks[keeper.parents[3].name] != racks[node]
 
 
 @pytest.mark.parametrize(
@@ -218,32 +202,24 @@ async def test_racks_that_are_named_are_never_shared(shared_memory: Path, tmp_pa
         ("send", "replicas/done/*"),
     ],
 )
-async def test_a_rank_that_dies_while_copying_stops_no_other(
-    verb: str, topic: str, shared_memory: Path, tmp_path: Path
-) -> None:
-    disk = {"min_bandwidth": "1 GB/s"}
-    cluster = Cluster(TWO_NODES, shared_memory, tmp_path / "disk", ram={"replicas": 2}, disk=disk)
-    async with cluster.open(crashing=True) as stores:
-        let_wait(stores, DEADLINE)
-        heard = [Heard(store) for store in stores]
-        cluster.world.kill(3, verb, topic=topic)
-        await save(stores, 1)
-        await cluster.world.died(3)
-        for one in heard[:3]:
+async def test_a_rank_that_dies_while_copying_stops_no_other(verb: str, topic: str, place: RanksPlace) -> None:
+    async with place.open(disk_settings={"min_bandwidth": "1 GB/s"}) as ranks:
+        ranks.let_wait(DEADLINE)
+        ranks.world.kill(3, verb, topic=topic)
+        await ranks.save(1)
+        await ranks.world.died(3)
+        for one in ranks.heard[:3]:
             failed = await one.first(ReplicationFailed)
             assert failed.step == 1
             assert 3 in failed.ranks
-        for store in stores[:3]:
+        for store in ranks.stores[:3]:
             assert "ram" in await store.where(1)
             assert store._life.engine.state.view().steps[0].replicas == 1
 
 
-async def test_an_automatic_slab_leaves_as_much_room_for_replicas_as_for_parts(
-    shared_memory: Path, tmp_path: Path
-) -> None:
-    cluster = Cluster(TWO_NODES, shared_memory, tmp_path / "disk", ram={"replicas": 2, "capacity": "auto"})
-    async with cluster.open(crashing=True) as stores:
-        for store in stores:
+async def test_an_automatic_slab_leaves_as_much_room_for_replicas_as_for_parts(place: RanksPlace) -> None:
+    async with place.open(ram_settings={"replicas": 2, "capacity": "auto"}) as ranks:
+        for store in ranks.stores:
             ranked = store._life.engine.mode.ranked
             assert ranked is not None
             assert ranked.replicas is not None
@@ -253,7 +229,7 @@ async def test_an_automatic_slab_leaves_as_much_room_for_replicas_as_for_parts(
 
 @pytest.mark.parametrize("name", ["rank-3", "rank-1.replica"])
 async def test_ram_that_cannot_be_opened_costs_the_replicas_and_no_training(
-    name: str, cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    name: str, place: RanksPlace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     really = RamStore.open
 
@@ -263,18 +239,18 @@ async def test_ram_that_cannot_be_opened_costs_the_replicas_and_no_training(
         return really(folder, *arguments, **settings)
 
     monkeypatch.setattr(RamStore, "open", open_but_one)
-    async with cluster.open(crashing=True) as stores:
-        await save(stores, 1)
-        await asyncio.gather(*(store.flush() for store in stores))
-        assert [info.step for info in await stores[0].steps()] == [1]
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.flush()
+        assert [info.step for info in await ranks[0].steps()] == [1]
     assert "parts are not replicated until the store is opened again" in caplog.text
 
 
 async def test_replicas_are_let_go_when_own_ram_cannot_be_opened_any_more(
-    cluster: Cluster, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+    place: RanksPlace, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with cluster.open(crashing=True) as stores:
-        engine = stores[0]._life.engine
+    async with place.open() as ranks:
+        engine = ranks[0]._life.engine
         own = engine.state.tiers[0]
 
         def refuse(*_: object, **__: object) -> RamStore:
@@ -286,9 +262,9 @@ async def test_replicas_are_let_go_when_own_ram_cannot_be_opened_any_more(
 
         with monkeypatch.context() as patch:
             patch.setattr(RamStore, "open", refuse)
-            await stores[0]._life.loop.call(lose())
+            await ranks[0]._life.loop.call(lose())
             assert mapped_below(shared_memory)
-            await asyncio.gather(*map(crash, stores))
+            await asyncio.gather(*map(crash, ranks.stores))
     assert not mapped_below(shared_memory)
     assert not opened_below(shared_memory)
 
@@ -296,10 +272,9 @@ async def test_replicas_are_let_go_when_own_ram_cannot_be_opened_any_more(
 async def test_one_node_alone_has_nowhere_to_copy_to_and_works(
     shared_memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    single = Cluster(("a", "a"), shared_memory, tmp_path / "disk", ram={"replicas": 2})
-    async with single.open() as stores:
-        await save(stores, 1)
-        await asyncio.gather(*(store.flush() for store in stores))
+    async with cohort(2, shared_memory, tmp_path / "disk", ram_settings={"replicas": 2}) as ranks:
+        await ranks.save(1)
+        await ranks.flush()
     assert "kept on 1 nodes and not on 2" in caplog.text
 
 

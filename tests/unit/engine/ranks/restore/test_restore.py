@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.cohort import COLUMNS, DEADLINE, ROWS, Cohort, RanksPlace, assert_whole, blank, common, part, whole
+from support.cohort import COLUMNS, DEADLINE, ROWS, RanksPlace, assert_whole, blank, common, part, whole
 from support.insight import mapped_below
 from support.scenes import SOON, config, folder
 
@@ -24,25 +23,10 @@ class Place(RanksPlace):
         """Folders of ranks in shared memory."""
         return sorted(path.parent.name for path in self.shared_memory.glob("*/of-test/ram/*/rank-*/slab.json"))
 
-    def lose_ram(self) -> None:
-        for node in self.shared_memory.iterdir():
-            shutil.rmtree(node)
-
 
 @pytest.fixture
 def place(shared_memory: Path, tmp_path: Path) -> Place:
     return Place(shared_memory, tmp_path / "disk")
-
-
-async def restore_into(ranks: Cohort, seed: int) -> list[dict[str, int]]:
-    """Every rank restores its rows and what all have; the bytes by where they came from."""
-    trees = [blank(rank, ranks.size) for rank in range(ranks.size)]
-    restored = await ranks.all(lambda store, rank: store.restore(into=trees[rank]))
-    for rank, tree in enumerate(trees):
-        expected = part(seed, rank, ranks.size)
-        np.testing.assert_array_equal(tree["w"].array, expected["w"].array)
-        np.testing.assert_array_equal(tree["common"], expected["common"])
-    return [dict(each.sources) for each in restored if each is not None]
 
 
 @pytest.mark.parametrize("capacity", ["16 MiB", "64 KiB"])
@@ -81,7 +65,7 @@ async def test_another_number_of_ranks_restores_the_step(place: Place, before: i
     elif after == 1:
         return  # a store of one process looks for no RAM of ranks
     async with place.open(after, disk_settings={"promote": promote}) as ranks:
-        for sources in await restore_into(ranks, 1):
+        for sources in await ranks.restore_into(1):
             assert (sources.get("disk", 0) > 0) == ((source == "disk" and "peers" not in sources) or "disk" in sources)
             if source == "ram":
                 assert set(sources) == {"ram"}
@@ -94,7 +78,7 @@ async def test_a_step_that_is_only_in_the_ram_of_former_ranks_still_gets_to_the_
     async with place.open(5 + 1, crashing=True, disk_settings={"promote": "never"}) as ranks:
         await ranks.reached(await ranks.save(1), "ram")
     async with place.open(2) as ranks:
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         assert [await store.where(1) for store in ranks.stores] == [("ram", "disk")] * 2
     place.lose_ram()
     async with CheckpointStore.open(config({"disk": folder(place.disk)}), ranks=None) as store:
@@ -109,7 +93,7 @@ async def test_the_memory_of_former_ranks_is_given_back_once_it_is_not_needed(pl
         assert len(place.rams()) == 2 + 2
         await ranks.reached(await ranks.save(2), "disk")
         await asyncio.gather(*(heard.first(StepEvicted) for heard in ranks.heard))
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         async with asyncio.timeout(10):
             while len(place.rams()) > 2:  # folders make no events
                 await asyncio.sleep(0.01)
@@ -130,17 +114,17 @@ async def test_a_store_that_was_closed_keeps_nothing_of_the_memory_of_former_ran
 async def test_a_part_that_is_gone_makes_the_step_one_of_the_shared_tier_alone(place: Place) -> None:
     async with place.open(3, nodes=["a", "a", "b"], crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-    shutil.rmtree(place.shared_memory / "b")
+    place.lose_ram("b")
     async with place.open(3, nodes=["a", "a", "b"]) as ranks:
         assert [await store.where() for store in ranks.stores] == [("disk",)] * 3
-        sources = await restore_into(ranks, 1)
+        sources = await ranks.restore_into(1)
         assert "ram" in sources[0]  # what is there is used all the same
 
 
 async def test_parts_that_can_never_be_whole_are_let_go_at_once(place: Place) -> None:
     async with place.open(3, nodes=["a", "a", "b"], crashing=True, disk_settings={"promote": "never"}) as ranks:
         await ranks.reached(await ranks.save(1), "ram")
-    shutil.rmtree(place.shared_memory / "b")
+    place.lose_ram("b")
     async with place.open(3, nodes=["a", "a", "b"]) as ranks:
         assert await ranks.restored() == [None] * 3
         for store in ranks.stores:
@@ -226,7 +210,7 @@ async def test_damage_in_ram_is_read_around_and_repaired(place: Place) -> None:
         ram.slab.array[extent.offset : extent.offset + 100] ^= 1
         for restored in await ranks.restored():
             assert_whole(restored, 1)
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         assert all(found.intact for found in await ranks[1].verify(1, "ram"))
 
 
@@ -271,7 +255,7 @@ async def test_a_step_that_is_lost_in_ram_is_not_offered(place: Place) -> None:
     async with place.open(2, ram_settings={"capacity": "2 MiB"}) as ranks:
         for step in (1, 2, 3, 4):
             await ranks.reached(await ranks.save(step), "disk")
-        await ranks.all(lambda store, rank: store.flush())
+        await ranks.flush()
         for store in ranks.stores:
             held = [info.step for info in await store.steps() if "ram" in info.tiers]
             assert 1 not in held
