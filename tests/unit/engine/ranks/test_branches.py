@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from support.cohort import DEADLINE, Cohort, RanksPlace, assert_whole, part
 from support.scenes import SOON, folder
 
 from tieredckpt.checkpoint import Restored
@@ -20,16 +20,11 @@ from tieredckpt.events import OriginIgnored, StepCommitted
 SIZE = 3
 
 
-class Place:
-    def __init__(self, shared_memory: Path, disk: Path) -> None:
-        self._shared_memory, self._disk = shared_memory, disk
-
+class Place(RanksPlace):
     @asynccontextmanager
     async def opened(self, *steps: int, **settings: Any) -> AsyncIterator[Cohort]:
         """Ranks that have saved some steps."""
-        if settings.pop("without_ram", False):
-            settings["tiers"] = {"disk": folder(self._disk)}
-        async with cohort(SIZE, self._shared_memory, self._disk, **settings) as ranks:
+        async with self.open(**settings) as ranks:
             for step in steps:
                 await ranks.reached(await ranks.save(step), "disk")
             yield ranks
@@ -37,7 +32,7 @@ class Place:
 
 @pytest.fixture
 def place(shared_memory: Path, tmp_path: Path) -> Place:
-    return Place(shared_memory, tmp_path / "disk")
+    return Place(shared_memory, tmp_path / "disk", SIZE)
 
 
 async def branches(ranks: Cohort) -> list[list[int]]:
@@ -195,7 +190,7 @@ async def test_a_schedule_counts_from_the_origin_alike_on_all_ranks(place: Place
 
 
 async def test_a_save_that_is_streamed_forks_once_it_is_committed(place: Place) -> None:
-    async with place.opened(1, 2, 3, without_ram=True) as ranks:
+    async with place.opened(1, 2, 3, tiers={"disk": folder(place.disk)}) as ranks:
         await ranks.restored(1)
         ranks.faulty(0).fail("put", TierUnavailable("by script"), key="steps/*/btree")
         await ranks.save(2, seed=22)
@@ -203,6 +198,6 @@ async def test_a_save_that_is_streamed_forks_once_it_is_committed(place: Place) 
         assert await branches(ranks) == [[1, 2, 3]] * SIZE
         await ranks.reached(await ranks.save(2, seed=23), "disk")
         assert await branches(ranks) == [[1, 2]] * SIZE
-    async with place.opened(without_ram=True) as ranks:
+    async with place.opened(tiers={"disk": folder(place.disk)}) as ranks:
         for restored in await ranks.restored():
             assert_whole(restored, 23)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.cohort import DEADLINE, Cohort, assert_whole, cohort, part
+from support.cohort import DEADLINE, RanksPlace, assert_whole, cohort, part
 from support.limits import limit
 from support.scenes import SOON, config, files_under, folder, pack_bytes
 
@@ -27,21 +24,7 @@ from tieredckpt.testing.faulty import Faulty
 SIZE = 3
 
 
-@dataclass(frozen=True)
-class Place:
-    shared_memory: Path
-    disk: Path
-    kind: str
-
-    @asynccontextmanager
-    async def open(self, **settings: Any) -> AsyncIterator[Cohort]:
-        if self.kind == "no RAM tier":
-            settings["tiers"] = {"disk": folder(self.disk)}
-        else:
-            settings["ram_settings"] = {"capacity": "64 KiB"}
-        async with cohort(SIZE, self.shared_memory, self.disk, **settings) as ranks:
-            yield ranks
-
+class Place(RanksPlace):
     def packs(self) -> list[Path]:
         return list(self.disk.glob("packs/**/*.pack"))
 
@@ -51,7 +34,9 @@ class Place:
 
 @pytest.fixture(params=["no RAM tier", "a small slab"])
 def place(request: pytest.FixtureRequest, shared_memory: Path, tmp_path: Path) -> Place:
-    return Place(shared_memory, tmp_path / "disk", request.param)
+    disk = tmp_path / "disk"
+    kinds = {"no RAM tier": {"tiers": {"disk": folder(disk)}}, "a small slab": {"ram_settings": {"capacity": "64 KiB"}}}
+    return Place(shared_memory, disk, SIZE, kinds[request.param])
 
 
 async def test_a_streamed_step_is_committed_by_all(place: Place) -> None:
