@@ -1,4 +1,4 @@
-"""What a process and the folders of its store take, sampled over a long run, and whether any of it grows.
+"""What a process and the folders of its store take over a long run, whether any of it grows, and where tasks wait.
 
 A leak is told from noise by two medians: that of the first third of the samples after a warm-up, and that of the
 last third. One sample that was taken at a bad moment moves neither.
@@ -6,16 +6,20 @@ last third. One sample that was taken at a bad moment moves neither.
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import psutil
+from support.scenes import files_below
 
-__all__ = ["ALLOWED", "Trend", "sample", "trends"]
+__all__ = ["ALLOWED", "Trend", "count_tasks", "sample", "trends", "where_tasks_are"]
 
 Sample = Mapping[str, int]
 """A value of every gauge."""
@@ -65,12 +69,9 @@ def sample(tasks: int, memory: Path, folders: Iterable[Path]) -> dict[str, int]:
 def _sizes(folder: Path) -> list[int]:
     """The bytes that each file below a folder takes where it lies."""
     found = []
-    for place, _, names in os.walk(folder):
-        for name in names:
-            try:
-                found.append(os.stat(os.path.join(place, name)).st_blocks * 512)
-            except FileNotFoundError:
-                continue
+    for file in files_below(folder):
+        with suppress(FileNotFoundError):
+            found.append(file.stat().st_blocks * 512)
     return found
 
 
@@ -108,3 +109,26 @@ def trends(samples: Sequence[Sample]) -> tuple[Trend, ...]:
         )
         for gauge in ALLOWED
     )
+
+
+async def count_tasks() -> int:
+    """How many tasks the running loop has."""
+    return len(asyncio.all_tasks())
+
+
+async def where_tasks_are() -> str:
+    """Where each task of the running loop waits, the innermost frames first."""
+    found = []
+    for task in asyncio.all_tasks():
+        frames = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in _awaited(task)]
+        at = " < ".join(f"{Path(file).stem}.{name}:{line}" for file, line, name in reversed(frames))
+        found.append(f"{task.get_name()}: {at}")
+    return "\n".join(sorted(found))
+
+
+def _awaited(task: asyncio.Task[Any]) -> Iterator[FrameType]:
+    """The frames of what a task awaits, which `asyncio.Task.get_stack` leaves out but for the first."""
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        yield frame
+        coroutine = coroutine.cr_await

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from support.scenes import crash
 
 from reliability.journal import Acknowledged, Damaged, Entry, Journal, Medium, Synced, Written
 from reliability.memory import MemoryBlobs, Objects
@@ -264,10 +265,7 @@ class _Living:
         opening.subscribe(self._hear)
         store = await opening
         yield store
-        if dies:
-            await store.__aexit__(RuntimeError, RuntimeError("the process died"), None)
-        else:
-            await store.close()
+        await (crash(store) if dies else store.close())
 
     def _hear(self, event: Event) -> None:
         if (isinstance(event, StepSaved) and event.tier is not None) or isinstance(event, StepPromoted):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.scenes import crash
 
 from reliability.journal import Acknowledged, Entry, Journal, Medium
 from reliability.life import CHUNK, KINDS, SLOW, Tree, dead_when_it_is_read, files_in, slow_store, slow_stores
@@ -101,14 +102,9 @@ async def opened_together(
         await asyncio.gather(*stores)
         yield stores
     except BaseException:
-        await _die(stores)
+        await asyncio.gather(*map(crash, stores))
         raise
-    await (_die(stores) if dies else asyncio.gather(*(store.close() for store in stores)))
-
-
-async def _die(stores: Sequence[CheckpointStore]) -> None:
-    death = RuntimeError("the processes died")
-    await asyncio.gather(*(store.__aexit__(RuntimeError, death, None) for store in stores))
+    await asyncio.gather(*(map(crash, stores) if dies else (store.close() for store in stores)))
 
 
 async def live_together(kind: str, place: Path) -> RanksLife:

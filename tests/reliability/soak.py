@@ -23,9 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.insight import flip
+from support.scenes import crash
+
 from reliability.doomed import is_state, state
-from reliability.gauges import Trend, sample, trends
-from reliability.tasks import count_tasks, where_tasks_are
+from reliability.gauges import Trend, count_tasks, sample, trends, where_tasks_are
 from reliability.tiers import FaultyTiers, faulty_tiers, tried_again_soon
 from reliability.trouble import SLOWER, Trouble
 from tieredckpt.concurrency import outlast
@@ -304,7 +306,7 @@ class _Soaking:
         if tier.ram is not None:
             tier.ram.slab.array[at] ^= 1
         else:
-            await asyncio.to_thread(_flip, self._disk / name / where.path, at)
+            await asyncio.to_thread(flip, self._disk / name / where.path, at)
         return True
 
     async def _scrub(self) -> None:
@@ -349,7 +351,7 @@ class _Soaking:
         if self._chance.random() < 0.5:
             await self._store.close()
         else:
-            await self._store.__aexit__(RuntimeError, RuntimeError("the process died"), None)
+            await crash(self._store)
         if self._chance.random() < 0.3:
             await asyncio.to_thread(shutil.rmtree, self._memory / "ram", ignore_errors=True)
             self._acknowledged["ram"].clear()
@@ -373,11 +375,3 @@ class _Soaking:
         if restored is not None:
             self._compare(restored)
         self._step = restored.step if restored is not None else 0
-
-
-def _flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))

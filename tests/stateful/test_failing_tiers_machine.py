@@ -66,11 +66,7 @@ class FailingTiersMachine(RuleBasedStateMachine):
         return self.opened
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        async def soon() -> T:
-            async with asyncio.timeout(SOON):
-                return await work
-
-        return self.runner.run(soon())
+        return self.runner.run(asyncio.wait_for(work, SOON))
 
     def hear(self, event: Event) -> None:
         match event:

@@ -58,11 +58,7 @@ class RestoresMachine(RuleBasedStateMachine):
         self.save()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        async def soon() -> T:
-            async with asyncio.timeout(SOON):
-                return await work
-
-        return self.runner.run(soon())
+        return self.runner.run(asyncio.wait_for(work, SOON))
 
     @contextmanager
     def soon_given_up(self) -> Iterator[None]:

@@ -96,15 +96,10 @@ class TwoWritersMachine(RuleBasedStateMachine):
     def run(self, work: Coroutine[Any, Any, T], name: str | None = None, number: int = 0) -> T:
         """Run something as the writer does, or as another process."""
         writer, its_number, _ = self.opened or ("", 0, None)
-
-        async def soon() -> T:
-            async with asyncio.timeout(SOON):
-                return await work
-
         context = contextvars.copy_context()
         context.run(host.set, name or writer)
         context.run(process.set, number or its_number)
-        return self.runner.run(soon(), context=context)
+        return self.runner.run(asyncio.wait_for(work, SOON), context=context)
 
     @property
     def store(self) -> CheckpointStore:

@@ -30,13 +30,6 @@ def close_to(found: Any, saved: Any, most: float = 2.0**-8) -> bool:
     return bool((np.abs(wide - other) <= most * np.abs(other)).all())
 
 
-async def lose(place: Path) -> None:
-    """Everything that lies there is gone."""
-    for path in sorted(place.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    place.rmdir()
-
-
 async def crash_ram(store: CheckpointStore) -> None:
     """Lose step 1 in RAM."""
     engine = store._life.open_engine

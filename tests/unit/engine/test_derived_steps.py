@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import tensorstore as ts
 from support.cohort import cohort
 from support.insight import flip_chunk
-from support.lossy import SEVEN_BITS, close_to, crash_ram, derived_in, lose, lossy_config
+from support.lossy import SEVEN_BITS, close_to, crash_ram, derived_in, lossy_config
 from support.scenes import Heard, assert_same, config, crash, files_below, files_under, folder, pack_bytes, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -221,7 +222,7 @@ async def test_training_goes_on_from_a_lossy_copy_and_says_so(tmp_path: Path, sh
         for step in (1, 2):
             await store.save(step, tree(step))
             await store.flush()
-    await lose(tmp_path / "disk")
+    shutil.rmtree(tmp_path / "disk")
     async with CheckpointStore.open(settings_) as store:
         with pytest.raises(NotFound, match="lossy copy is on 'archive': pass lossy=True"):
             await store.restore()
@@ -252,7 +253,7 @@ async def test_what_goes_back_to_a_lossy_copy_says_so_also_when_the_newest_step_
     async with CheckpointStore.open(settings_) as store:
         await store.save(1, tree(1))
         await store.flush()
-    await lose(tmp_path / "disk")
+    shutil.rmtree(tmp_path / "disk")
     async with CheckpointStore.open(settings_) as store:
         found = await store.restore(lossy=True)
         assert found is not None
@@ -270,7 +271,7 @@ async def test_rounding_what_was_restored_changes_nothing_more(tmp_path: Path, s
         await store.save(1, tree(1))
         await store.flush()
         written = pack_bytes(derived_in(tmp_path))
-    await lose(tmp_path / "disk")
+    shutil.rmtree(tmp_path / "disk")
     async with CheckpointStore.open(settings_) as store:
         found = await store.restore(lossy=True)
         assert found is not None
