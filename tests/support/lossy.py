@@ -30,8 +30,8 @@ def close_to(found: Any, saved: Any, most: float = 2.0**-8) -> bool:
     return bool((np.abs(wide - other) <= most * np.abs(other)).all())
 
 
-async def crash_ram(store: CheckpointStore) -> None:
-    """Lose step 1 in RAM."""
+async def drop_from_ram(store: CheckpointStore) -> None:
+    """Step 1 leaves RAM, whatever else has it."""
     engine = store._life.open_engine
     evicting = engine.collector.evictor.evict(engine.state.find(1), engine.state.tier("ram"), deleted=True)
     await store._life.loop.call(evicting)

@@ -11,7 +11,7 @@ import pytest
 import tensorstore as ts
 from support.cohort import cohort
 from support.insight import flip_chunk
-from support.lossy import SEVEN_BITS, close_to, crash_ram, derived_in, lossy_config
+from support.lossy import SEVEN_BITS, close_to, derived_in, drop_from_ram, lossy_config
 from support.scenes import Heard, assert_same, config, crash, files_below, files_under, folder, pack_bytes, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -70,7 +70,7 @@ async def test_promise_12_a_lossy_copy_is_no_copy_of_the_step(tmp_path: Path, sh
         for offset in range(0, len(data) - layout.ALIGNMENT, layout.ALIGNMENT):
             data[offset + 5] ^= 1
         pack.write_bytes(data)
-        await crash_ram(store)
+        await drop_from_ram(store)
     async with CheckpointStore.open(settings_) as store:
         with pytest.raises(Corrupt, match="is lost"):
             await store.restore()
@@ -432,7 +432,7 @@ async def test_a_reader_sees_lossy_copies_come(tmp_path: Path, shared_memory: Pa
             await store.save(2, tree(2))
             await store.flush()
             assert [info.lossy for info in await reader.steps()] == [("archive",), ("archive",)]
-            await crash_ram(store)
+            await drop_from_ram(store)
             found = await reader.restore(1, lossy=True)
             assert found is not None
             assert found.lossy
@@ -457,7 +457,7 @@ async def test_an_agent_derives_and_its_trainer_knows(tmp_path: Path, shared_mem
         with pytest.raises(Invalid, match="`lossy` rules"):
             await (await store.save(3, tree(3))).reached("archive")
         await store.promote(1, "archive")
-        await crash_ram(store)
+        await drop_from_ram(store)
         restored = await store.restore(1, lossy=True, resume=False)
         assert restored is not None
         assert restored.lossy

@@ -14,7 +14,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.lossy import close_to, crash_ram, derived_in, lossy_config
+from support.lossy import close_to, derived_in, drop_from_ram, lossy_config
 from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, folder, pack_bytes, tree
 
 from tieredckpt import CheckpointStore
@@ -71,7 +71,7 @@ async def test_what_no_rule_means_and_what_cannot_be_rounded_stays_exact(tmp_pat
         await store.flush()
         await store.save(2, {"other": saved["other"]})
         await store.flush()
-        await crash_ram(store)
+        await drop_from_ram(store)
         found = await store.restore(1, lossy=True, resume=False)
         assert found is not None
         derived = (await store.describe(1)).derived["archive"]
@@ -228,7 +228,7 @@ async def test_dropped_arrays_are_left_out_and_their_absence_is_told(tmp_path: P
         await store.flush()
         await store.save(2, {"other": 1})
         await store.flush()
-        await crash_ram(store)
+        await drop_from_ram(store)
         assert_restored(await store.restore(1, lossy=True, resume=False), {"params": saved["params"], "list": [1, 2]})
         with pytest.raises(Invalid, match="opt/mu"):
             await store.restore(1, lossy=True, like=saved, resume=False)
