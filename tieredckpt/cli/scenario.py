@@ -174,7 +174,7 @@ def scenario(
         tier_repair=amounts.duration("--tier-repair", tier_repair),
     )
     found += [_speed(rung, nodes) for rung in (*asked.rungs, *asked.derived) if rung.assumed]
-    return Asked(asked, found, doubts(config, nodes))
+    return Asked(asked, found, doubts(config, nodes, nbytes))
 
 
 _UNTOLD = "nothing tells it"

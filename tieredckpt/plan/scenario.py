@@ -14,6 +14,7 @@ from tieredckpt.engine.inventory import ArrayInfo
 from tieredckpt.errors import Invalid
 from tieredckpt.plan import assumed
 from tieredckpt.plan.lossy import EXACT, Kept, kept_by
+from tieredckpt.units import format_size
 
 __all__ = ["KINDS", "Kind", "Rung", "Scenario", "derived_rungs", "doubts", "rungs"]
 
@@ -176,9 +177,15 @@ def derived_rungs(
     return tuple(_rung(tier, state, nodes, threads, writes, reads, arrays) for tier in config.tiers if tier.lossy)
 
 
-def doubts(config: StoreConfig, nodes: int) -> list[str]:
-    """Settings that a job of so many nodes cannot have, and how the plan reads them."""
+def doubts(config: StoreConfig, nodes: int, state: int) -> list[str]:
+    """Settings that do not suit a job of so many nodes with so large a state, and how the plan reads them."""
     found = []
+    if config.ram is not None and isinstance(config.ram.capacity, int) and config.ram.capacity * nodes < state:
+        found.append(
+            f"tier {config.ram.name} has {format_size(config.ram.capacity * nodes)}, less than the state of "
+            f"{format_size(state)}: each save streams to the next tier and stalls training for as long as that takes, "
+            "whatever `promote` says there"
+        )
     if config.ram is not None and config.ram.replicas > nodes:
         found.append(f"tier {config.ram.name} keeps no copies on {config.ram.replicas} nodes, for there are {nodes}")
     found += [

@@ -210,6 +210,14 @@ def test_a_disk_of_each_nodes_own_is_told_to_be_none(settings: Path) -> None:
         assert told(verb, settings, *JOB, *more, "--nodes", 1)["doubts"] == []
 
 
+def test_a_state_that_ram_cannot_hold_is_told(settings: Path) -> None:
+    settings.write_text(settings.read_text().replace('kind = "ram"', 'kind = "ram"\n capacity = "9 GB"'))
+    for verb, more in (("plan", ()), ("simulate", ("--days", 0.05))):
+        (doubt,) = told(verb, settings, *JOB, "--nodes", 1, *more)["doubts"]
+        assert doubt.startswith("tier ram has 8.38 GiB, less than the state of 931 GiB")
+        assert told(verb, settings, *JOB, "--nodes", 1, "--state", "9GB", *more)["doubts"] == []
+
+
 def test_a_simulation_tells_how_far_it_is(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
 

@@ -40,9 +40,9 @@ def test_a_preset_keeps_a_failing_job_going(preset: Path) -> None:
 def test_a_preset_for_several_nodes_works_on_them_as_it_is_written(preset: Path) -> None:
     config = load(preset)
     if preset.stem in ("laptop", "lora", "single-node-nvme"):  # of one machine, and told to be
-        assert doubts(config, 2)
+        assert doubts(config, 2, 10 * GB)
         return
-    assert doubts(config, 16) == []
+    assert doubts(config, 16, 10 * GB) == []
     made = rungs(config, 10 * GB, 16, {}, {})
     asked = Scenario(config, 10 * GB, 10.0, 16, made, {"node": 5 * HOUR}, restart=60.0)
     found = simulate(asked, 60 * HOUR, seed=1)
