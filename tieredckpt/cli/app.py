@@ -46,7 +46,10 @@ class _Shown(logging.Handler):
     """The library's log, for the terminal: its messages may carry text of a checkpoint."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        errors().print(f"{record.levelname.lower()}: {printable(record.getMessage())}", style="yellow")
+        text = record.getMessage()
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            text = f"{text}: {type(error).__name__}: {error}"
+        errors().print(f"{record.levelname.lower()}: {printable(text)}", style="yellow")
 
 
 def _version(wanted: bool) -> None:

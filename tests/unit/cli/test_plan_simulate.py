@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.command_line import run, told
+from tieredckpt_policies.retention import LastN
 
 from tieredckpt import CheckpointStore
 from tieredckpt.cli import simulate
@@ -216,6 +217,15 @@ def test_a_state_that_ram_cannot_hold_is_told(settings: Path) -> None:
         (doubt,) = told(verb, settings, *JOB, "--nodes", 1, *more)["doubts"]
         assert doubt.startswith("tier ram has 8.38 GiB, less than the state of 931 GiB")
         assert told(verb, settings, *JOB, "--nodes", 1, "--state", "9GB", *more)["doubts"] == []
+
+
+def test_a_policy_that_fails_is_told_with_its_error(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def retains(*_: object) -> frozenset[int]:
+        raise ValueError("no age")
+
+    monkeypatch.setattr(LastN, "retains", retains)
+    said = run("simulate", settings, *JOB, "--days", 0.05).stderr
+    assert "error: a policy of tier 'disk' failed; nothing is evicted from it: ValueError: no age" in said
 
 
 def test_a_simulation_tells_how_far_it_is(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
