@@ -194,7 +194,7 @@ class CheckpointStore:
         await self._life.call(lambda engine: engine.prepare(tree, mesh))
 
     async def flush(self) -> None:
-        """Wait until every tier and export has the steps that are due there. Raises the error of one that fails."""
+        """Wait until tiers and exports have the steps due there. Raises the error of one that fails, or has failed."""
         await self._life.change(lambda engine: engine.flush())
 
     # -- restoring ----------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class SyncStore:
         self._run(self._life.call(lambda engine: engine.prepare(tree, mesh)))
 
     def flush(self) -> None:
-        """Wait until every tier and export has the steps that are due there. Raises the error of one that fails."""
+        """Wait until tiers and exports have the steps due there. Raises the error of one that fails, or has failed."""
         self._run(self._store.flush())
 
     # -- restoring ----------------------------------------------------------------------------------------
