@@ -21,7 +21,8 @@ Cancelling any verb leaves the store usable; a cancelled put has happened wholly
 verb ends when the store has let go of the caller's memory. Where that takes long, since a call hangs in the
 device, a caller may leave a *put* behind: one that was cancelled before it had taken all its bytes never
 becomes visible. What a read fills must not be reused before the read has ended.
-All verbs may be called concurrently from one event loop.
+All verbs may be called concurrently from one event loop, and none blocks it: what waits for a device runs on a thread
+(`tieredckpt.concurrency.in_thread`).
 """
 
 from __future__ import annotations

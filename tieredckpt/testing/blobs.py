@@ -249,7 +249,10 @@ class BlobStoreTests(GetDigestedTests):
 
         writing = asyncio.ensure_future(write())
         await asyncio.gather(read(), read(), writing)
-        assert seen
+        assert seen, (
+            "nothing was read beside the puts: no verb lets the event loop go on. What waits for a device belongs on a "
+            "thread (tieredckpt.concurrency.in_thread); a store in memory may `await asyncio.sleep(0)` in put"
+        )
 
     async def test_list_is_complete_and_recursive(self, store: BlobStore, back_door: BackDoor) -> None:
         keys = {"top", "a/1", "a/b/2", "a/b/c/d/e/3", "ab/4", "a-/5", "b/a/6", ".hidden/.7"}
