@@ -49,7 +49,7 @@ class Evictor:
         if deleted:
             check_unread((step,), tier)
         elif step in tier.steps.held and (reason := why_not(self._state, step, tier)):
-            raise Conflict(f"cannot evict: {reason}; promote it, or a newer step, to another tier first")
+            raise Conflict(f"cannot evict: {reason}")
         tier.steps.leaving.add(step)
         try:
             if tier.ram is not None:

@@ -30,7 +30,7 @@ __all__ = ["check_deletable", "check_unread", "why_not"]
 
 
 def why_not(state: State, step: StepId, tier: Tier) -> str:
-    """Why the copy of ``step`` on ``tier`` must stay; empty when it may go.
+    """Why the copy of ``step`` on ``tier`` must stay, and what to do; empty when it may go.
 
     A copy may go only if afterwards a tier that answers and survives at least as much still holds this step, or a
     newer one of the branch, which a restore would rather take. So the newest step on a durable tier stays until a
@@ -40,12 +40,12 @@ def why_not(state: State, step: StepId, tier: Tier) -> str:
     much as some tiers do: the trainer lets a step leave it at any time, for the agent's tiers have it.
     """
     if tier.steps.pins.get(step):
-        return f"{step} is being read from tier {tier.name!r}"
+        return f"{step} is being read from tier {tier.name!r}; try again when that has ended"
     if _is_covered(state, step, tier):
         return ""
     return (
         f"{step} on tier {tier.name!r} is the last good copy that survives as much: "
-        f"no other tier that answers holds it or a newer step"
+        f"no other tier that answers holds it or a newer step; promote it, or a newer step, to another tier first"
     )
 
 
