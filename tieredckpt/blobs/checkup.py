@@ -95,6 +95,8 @@ async def within(name: str, work: Coroutine[Any, Any, str], seconds: float) -> C
         return Check(name, False, str(failed))
     except TieredCkptError as error:
         return Check(name, False, f"{type(error).__name__}: {error}")
+    except Exception as error:  # of a store that is not ours; it would end a restore that another tier could serve
+        return Check(name, False, f"{type(error).__name__}, which is no error of tieredckpt.errors: {error}")
 
 
 class _Trial:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tieredckpt.blobs.base import BlobInfo
 from tieredckpt.blobs.checkup import Check, check_up
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.errors import NoSpace, TierUnavailable
@@ -56,6 +57,16 @@ async def test_what_is_broken_is_named_and_nothing_is_left(
     assert told in failed.detail
     assert tidied.ok
     assert await listed(faulty) == {}
+
+
+async def test_an_error_that_the_store_has_not_mapped_is_a_finding(tmp_path: Path) -> None:
+    class Unmapped(PosixStore):
+        async def stat(self, key: str) -> BlobInfo:
+            raise KeyError(key)
+
+    *_, failed, tidied = await checks(Faulty(Unmapped(tmp_path / "store", fsync=False)))
+    assert (failed.name, failed.ok, tidied.ok) == ("missing object", False, True)
+    assert failed.detail.startswith("KeyError, which is no error of tieredckpt.errors: ")
 
 
 async def test_what_cannot_be_deleted_is_told(faulty: Faulty) -> None:
