@@ -30,11 +30,11 @@ _LONGEST_WAIT = 10.0
 class Retrying(Forward):
     """Repeats a verb that raised `TierUnavailable`, with exponential waits and jitter; no other error.
 
-    `Unanswered` is not repeated. An `Overdue` verb is repeated only if it is a put: a reader asks another tier
-    meanwhile, and a deletion may come late. From the first attempt that fails until one succeeds, the store is not
-    `responsive`. A verb that is cancelled between attempts does not count, unless an attempt of it was `Overdue`. If
-    the store is closed under a verb, the verb raises `TierUnavailable` too: a tier that fails is opened again beside
-    its readers.
+    `Unanswered` is not repeated; of a deletion it becomes `TierUnavailable` if an attempt before it may have succeeded,
+    or may yet. An `Overdue` verb is repeated only if it is a put: a reader asks another tier meanwhile, and a deletion
+    may come late. From the first attempt that fails until one succeeds, the store is not `responsive`. A verb that is
+    cancelled between attempts does not count, unless an attempt of it was `Overdue`. If the store is closed under a
+    verb, the verb raises `TierUnavailable` too: a tier that fails is opened again beside its readers.
 
     Args:
         attempts: how often a verb is tried at most, the first time included.
@@ -69,14 +69,15 @@ class Retrying(Forward):
         return not self._failed and not self._failing and super().responsive
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        verb, overdue = object(), False
+        verb, overdue, uncertain = object(), False, False
 
         async def attempt() -> T:
-            nonlocal overdue
+            nonlocal overdue, uncertain
             try:
                 result = await call()
             except TierUnavailable as error:
                 overdue = overdue or isinstance(error, Overdue)
+                uncertain = uncertain or not isinstance(error, Unanswered)
                 self._failing.add(verb)
                 where = f"{self.location}: {operation.verb} of {operation.key}"
                 _log.info("%s failed, and may be tried again: %s", where, error)
@@ -90,8 +91,10 @@ class Retrying(Forward):
         try:
             # No argument is passed through stamina, which would print it: a part may be gigabytes.
             return await (self._retry_put if operation.verb == "put" else self._retry)(attempt)()
-        except TierUnavailable:
+        except TierUnavailable as error:
             self._failed = True
+            if operation.verb == "delete" and uncertain and isinstance(error, Unanswered):
+                raise TierUnavailable(str(error)) from error
             raise
         except Closed as error:  # readers ask another tier, and the library's user has closed nothing
             raise TierUnavailable(f"{error}, to be opened anew") from error

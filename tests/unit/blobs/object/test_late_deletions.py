@@ -11,7 +11,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
 from support.object_stores import Place
-from support.proxy import Postponed, Proxy, deny, internal_error
+from support.proxy import Postponed, Proxy, deny, internal_error, lose_reply
 from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -116,6 +116,22 @@ async def test_a_deletion_that_the_server_refuses_comes_no_more(store: Checkpoin
     await store.evict(1, "ram")
     assert_same((await store.restore(1)).tree, tree(1))
     assert not any(verb == "HEAD" and MANIFEST in path for verb, path in between.asked)
+
+
+async def test_a_refusal_does_not_hide_that_an_attempt_before_it_may_have_deleted_the_step(
+    shared_memory: Path, s3_place: Place, between: Proxy
+) -> None:
+    """As where a session token ends during an outage: the step counted as held, and was gone."""
+    far = s3_place.tier(between.url, promote="never", retain="all", retries=1)
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "s3": far})) as store:
+        await steps_one_and_two(store)
+        heard = Heard(store)
+        between.fail("DELETE", lose_reply, key=MANIFEST)
+        between.fail("DELETE", deny, key=MANIFEST)
+        with pytest.raises(TierUnavailable, match="credentials do not allow it"):
+            await store.evict(1, "s3")
+        assert await store.where(1) == ("ram",)
+        assert (await heard.first(StepEvicted)).step == 1
 
 
 async def test_a_thread_that_hangs_in_a_deletion_takes_no_step_that_was_committed_since(
