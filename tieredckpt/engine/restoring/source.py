@@ -312,6 +312,8 @@ class StepSource:
                 if isinstance(error, TierUnavailable):
                     silent.append(tier.name)
             else:
+                if (wrong := self._bad.pop((tier.name, where), None)) is not None:  # it came wrong just once
+                    self.damage = [each for each in self.damage if (each.digest, each.error) != (chunk.digest, wrong)]
                 return tier
         silent += [tier.name for tier, error in self.unreadable if isinstance(error, TierUnavailable)]
         if silent:

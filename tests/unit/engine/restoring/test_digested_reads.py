@@ -203,6 +203,21 @@ async def test_bytes_that_came_wrong_once_are_read_again_before_their_array_coun
             assert found.intact
 
 
+async def test_bytes_that_came_wrong_once_do_not_count_as_damage(
+    tmp_path: Path, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step counted as no good copy, and its array was told to be lost."""
+    settings = config({"disk": folder(tmp_path / "disk")})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+    async with CheckpointStore.open(settings) as store:
+        faults["disk"].flip("get_into", 7, key="packs/*")
+        assert_restored(await store.restore(), tree(1))
+        await store.flush()
+        assert not tier_of(store, "disk").steps.impaired
+        assert not any("could not be repaired" in record.getMessage() for record in caplog.records)
+
+
 def test_extents_that_overlap_are_read_one_after_the_other() -> None:
     """As a crafted index may have them; a store reads no byte for two stretches."""
 
