@@ -27,7 +27,8 @@ async def packs_by_step(tier: Tier) -> dict[StepId, frozenset[str]]:
     """The packs of each step that is held or stale, as it is when this returns. Raises as `read_indexes`."""
     held, known = tier.steps.held, tier.steps.indexes.packs
     asked: set[StepId] = set()
-    while unread := held.keys() - known.keys() - asked:  # again for those that were read well meanwhile
+    # Again for those that were read well meanwhile; of those that leave, some may be gone.
+    while unread := held.keys() - known.keys() - (asked & tier.steps.leaving):
         asked |= unread
         await read_indexes(tier, unread)
     return {step: known[step] for step in held if step in known} | tier.steps.damaged.stale()

@@ -38,6 +38,7 @@ from tieredckpt.blobs.posix.paths import new_temporary
 from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.keeping import collector
 from tieredckpt.engine.keeping.collector import Collected
+from tieredckpt.engine.keeping.used_packs import packs_by_step
 from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.opening.scan import look_again
 from tieredckpt.engine.tier import commit_file, step_index, steps
@@ -779,6 +780,30 @@ async def test_the_packs_of_a_step_stay_that_is_read_well_beside_the_collection(
         await store._life.loop.call(store._life.engine.collector.collect(tier))
         assert StepId(1, 1) in tier.steps.held
         assert all(found.intact for found in await store.verify(1, "disk"))
+
+
+async def test_a_step_that_is_read_well_while_others_are_looked_up_counts_with_its_packs(
+    place: Place, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the lookup itself had found it damaged."""
+    really = step_index.load
+
+    async def load(tier: Tier, step: StepId) -> Any:
+        if step == StepId(1, 1) and step not in seen:
+            seen.add(step)
+            raise Corrupt("bytes that came wrong just once")
+        if StepId(1, 1) in tier.steps.damaged:
+            await look_again(tier, StepId(1, 1))
+        return await really(tier, step)
+
+    async with opened(place, disk) as store:
+        await two_steps_apart(store)
+        tier, seen = tier_of(store, "disk"), set[StepId]()
+        for step in tuple(tier.steps.held):
+            tier.steps.indexes.forget(step)
+        monkeypatch.setattr(step_index, "load", load)
+        used = await store._life.loop.call(packs_by_step(tier))
+        assert used.keys() == tier.steps.held.keys() == {StepId(1, 1), StepId(2, 2)}
 
 
 async def a_late_commit(place: Place, disk: dict[str, Any], step: int) -> tuple[Path, bytes]:
