@@ -28,12 +28,15 @@ def stale_steps(records: Collection[StepRecord], slower: Sequence[Tier]) -> list
     """The steps whose place another save has on slower tiers, oldest first.
 
     That is a save of the same serial; or one whose run gave the serial of the step; or one of another run under a
-    serial that the step's own run gave. Other steps are of a training that has come back since, and went on from what
-    the slower tiers hold.
+    serial that the step's own run gave. So are later steps of the same run, which may have gone back before that
+    serial, unless slower tiers have one of them. Other steps are of a training that has come back since, and went on
+    from what the slower tiers hold.
     """
     theirs = {step.serial: held.record for tier in slower for step, held in tier.steps.held.items()}
     serials = sorted(theirs)
-    found = []
+    found: list[StepId] = []
+    overtaken: dict[str, int] = {}
+    """By run, the last serial of those found."""
     for record in sorted(records, key=lambda record: record.id) if theirs else ():
         at = bisect(serials, record.serial)
         before, after = (theirs[each] for each in (serials[max(at - 1, 0)], serials[min(at, len(serials) - 1)]))
@@ -41,8 +44,12 @@ def stale_steps(records: Collection[StepRecord], slower: Sequence[Tier]) -> list
             stale = before.id != record.id or before.saved_at != record.saved_at
         else:
             stale = _gave_again(record, before) or _gave_again(after, record)
+            if not stale and (last := overtaken.get(record.run)) is not None:
+                stale = all(theirs[each].run != record.run for each in serials[bisect(serials, last) : at])
         if stale:
             found.append(record.id)
+            if record.run:
+                overtaken[record.run] = record.serial
     return found
 
 

@@ -262,6 +262,31 @@ async def test_a_save_in_memory_that_is_newer_than_all_others_is_stale_where_its
         assert_restored(await store.restore(), state(2))
 
 
+@pytest.mark.parametrize("back_to", [1, 2])
+async def test_what_an_overtaken_run_saved_after_it_went_back_is_stale_too(
+    place: Path, faults: FaultyTiers, back_to: int
+) -> None:
+    """Its last save has a higher serial than any that the other run gave."""
+    async with CheckpointStore.open(on("a", place)) as store:
+        await store.save(1, state(1))
+    store = await CheckpointStore.open(on("a", place))
+    held = faults["disk"].hold("put", key="packs/*", times=None)
+    for step in (2, 3, 4):
+        await store.save(step, state(10 * step))
+    await store.restore(back_to, resume=True)
+    await store.save(3, state(31))
+    await crash(store)
+    held.release()
+    async with CheckpointStore.open(on("b", place)) as store:
+        await store.restore()
+        for step in (2, 3, 4):
+            await store.save(step, state(step))
+        await store.flush()
+    async with CheckpointStore.open(on("a", place)) as store:
+        assert_restored(await store.restore(), state(4))
+        assert [info.step for info in await store.steps()] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("rebooted", [False, True])
 async def test_what_lies_between_two_saves_of_a_slower_tier_is_stale_where_another_run_saved_the_later_one(
     place: Path, rebooted: bool
