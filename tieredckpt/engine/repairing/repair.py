@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +19,10 @@ from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
@@ -98,7 +100,7 @@ async def _repair_inline(
                 continue
             nbytes = array.grid.cell_nbytes
             async with state.scratch.lend(aligned(nbytes)) as memory:
-                if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
+                if (good := await _read_good(source, chunks[chunk.digest], key, ordinal, memory, left)) is None:
                     continue
                 origin.append((key, good.name, nbytes))
                 better = [*repaired.get(key, array).chunks]
@@ -121,10 +123,10 @@ async def _repair_slab(
         for key, array, ordinal, chunk in _places(source, chunks):
             if not isinstance(chunk.where, Extent):
                 continue
-            chunks.pop(chunk.digest)
+            found = chunks.pop(chunk.digest)
             nbytes = array.grid.cell_nbytes
             async with state.scratch.lend(aligned(nbytes)) as memory:
-                if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
+                if (good := await _read_good(source, found, key, ordinal, memory, left)) is None:
                     continue
                 lies_at = ram.memory(chunk.where)[:nbytes]
                 await in_thread(np.copyto, lies_at, memory[:nbytes], pool=state.pool)
@@ -146,7 +148,7 @@ async def _repair_packs(
                 continue
             nbytes = array.grid.cell_nbytes
             async with state.scratch.lend(aligned(nbytes)) as memory:
-                if (good := await _read_good(source, tier, key, ordinal, memory, left)) is None:
+                if (good := await _read_good(source, chunks[chunk.digest], key, ordinal, memory, left)) is None:
                     lost[chunk.digest] = chunk.where
                 else:
                     origin[chunk.digest] = good.name, nbytes
@@ -171,12 +173,18 @@ def _places(source: StepSource, chunks: Container[bytes]) -> Iterator[tuple[str,
 
 
 async def _read_good(
-    source: StepSource, tier: Tier, key: str, ordinal: int, memory: npt.NDArray[np.uint8], left: list[Unrepaired]
+    source: StepSource, found: Damage, key: str, ordinal: int, memory: npt.NDArray[np.uint8], left: list[Unrepaired]
 ) -> Tier | None:
     """Fill ``memory`` with the intact bytes of a damaged chunk; the tier read, or None with an entry in ``left``."""
     try:
-        return await source.read(key, ordinal, memory, bad=tier)
+        return await source.read(key, ordinal, memory, bad=found.tier)
     except (Corrupt, TierUnavailable) as error:
+        if isinstance(found.error, Corrupt):  # the bytes may have come wrong just once
+            array = source.index.arrays[key]
+            chunk, into = array.chunks[ordinal], memory[: array.grid.cell_nbytes]
+            with suppress(Corrupt, NotFound, TierUnavailable):
+                await read_chunk(found.tier, chunk.where, chunk.digest, into, source.state.pool)
+                return found.tier
         left.append(Unrepaired((layout.array_key(key),), error))
         return None
 

@@ -218,6 +218,25 @@ async def test_bytes_that_came_wrong_once_do_not_count_as_damage(
         assert not any("could not be repaired" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("codec", ["none", "small"])
+async def test_bytes_that_a_verification_gets_wrong_once_are_not_told_as_lost(
+    tmp_path: Path, faults: FaultyTiers, codec: str
+) -> None:
+    """The copy may be the only one; it is written anew, for where it lies may give wrong bytes again."""
+    settings = config({"disk": folder(tmp_path / "disk", codec=codec)})
+    async with CheckpointStore.open(settings) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+    async with CheckpointStore.open(settings) as store:
+        faults["disk"].flip("get_into", 7, key="packs/*")
+        (found,) = await store.verify(1, repair=True)
+        assert found.damaged
+        assert found.repaired
+        assert not found.lost
+        assert not tier_of(store, "disk").steps.impaired
+        assert all(each.intact for each in await store.verify(1))
+        assert_restored(await store.restore(), tree(1))
+
+
 def test_extents_that_overlap_are_read_one_after_the_other() -> None:
     """As a crafted index may have them; a store reads no byte for two stretches."""
 
