@@ -51,7 +51,6 @@ from tieredckpt.engine.ranks.replicas.replication import Replication
 from tieredckpt.engine.ranks.reports import Reports
 from tieredckpt.engine.ranks.restore.restore import CollectiveRestores
 from tieredckpt.engine.ranks.schedule import Plan
-from tieredckpt.engine.ranks.turns import Turns
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.state.adoption import adopt_if_gone
 from tieredckpt.engine.state.branch import Origin
@@ -106,7 +105,6 @@ class Ranked:
         ram = state.config.ram
         self.replicas = Replication(state, collector, group, self.commits, ram) if ram and ram.replicas > 1 else None
         self.plan = Plan(state, coordinates=group.coordinates, send=self._send_plan)
-        self._turns = Turns(state.branch)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heard_at = 0.0
         """When rank 0 last sent a message, by the loop's clock."""
@@ -154,7 +152,7 @@ class Ranked:
         nodes, size = self.group.nodes, state.config.chunk_size
         share = partial(split, flat, replicated, rank=self.group.rank, nodes=nodes, chunk_size=size)
         try:
-            async with self._turns.mine():
+            async with self.votes.turns.mine(attempt):
                 self.dedupe.attempt, serial = attempt, state.branch.last_serial + 1
                 own = await in_thread(share)
                 elsewhere = await digests_elsewhere(state, own)  # while there is no part that could be lost
@@ -180,7 +178,7 @@ class Ranked:
         """Vote no on a save that this rank does not begin."""
         with suppress(Missed):
             attempt = self.votes.begin(step)
-            self._turns.skip()
+            self.votes.turns.skip(attempt)
             self.votes.not_saved(attempt, step, error)
 
     def count_as_saved(self, step: int, origin: Origin | None, serial: int = 0) -> None:

@@ -11,9 +11,10 @@ from tieredckpt.engine.ranks.messages import Save
 from tieredckpt.engine.ranks.reopen import is_unavailable_here
 from tieredckpt.engine.state.state import State
 from tieredckpt.errors import Conflict, RanksUnavailable
+from tieredckpt.format.manifest import StepId
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["FailingHere", "check", "discard", "failing", "named"]
+__all__ = ["FailingHere", "check", "discard", "failing", "named", "not_committed"]
 
 _LONGEST = 10
 """A failure names its tier in at most 2 to this power votes."""
@@ -85,3 +86,7 @@ def failing(saves: Mapping[int, Save]) -> tuple[str, ...]:
 def named(ranks: Sequence[int] | Mapping[int, object]) -> str:
     """``ranks 1, 2 have``, ``rank 3 has``."""
     return f"{show_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+
+
+def not_committed(step: StepId, reason: str) -> RanksUnavailable:
+    return RanksUnavailable(f"{step} was not committed: {reason}; the next save is made as if this one had not been")

@@ -28,6 +28,7 @@ from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
 from tieredckpt.engine.ranks.departed import Departed
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import Aborted, Committed, CompareReplicas, PartDropped, Save
+from tieredckpt.engine.ranks.turns import Turns
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.wire_types import Failure, brief, decode, encode
 from tieredckpt.errors import RanksUnavailable, TieredCkptError
@@ -63,6 +64,7 @@ class Votes:
         self._group = group
         self._commit_streamed = commit_streamed
         self._departed = departed
+        self.turns = Turns(state.branch)
         self.parts: dict[StepId, dict[int, bytes]] = {}
         """At rank 0: the encoded parts of the steps that RAM holds, by rank."""
         self.merged_steps = MergedSteps()
@@ -323,7 +325,7 @@ class Votes:
     async def _apply_aborted(self, failed: Aborted) -> None:
         """Drop this rank's part, and continue from the serial of all ranks."""
         self._state.membership.failing = frozenset(failed.failing)
-        self._state.branch.last_serial = max(self._state.branch.last_serial, failed.last_serial)
+        self.turns.decided(failed.attempt, failed.last_serial)
         self._emit(StepId(failed.serial, failed.step), failed.differing)
         if failed.attempt in self._announced:
             await self._give_up(failed.attempt, failed.ranks, failed.reason)
@@ -370,7 +372,7 @@ class Votes:
     async def _drop_announced(self, attempt: str, reason: str) -> None:
         step = self._announced.pop(attempt)
         self.comparison.forget(attempt)
-        await self.drop(step, _not_committed(step, reason))
+        await self.drop(step, ballots.not_committed(step, reason))
 
     def _emit(self, step: StepId, differing: Sequence[Difference]) -> None:
         for found in differing:
@@ -379,7 +381,7 @@ class Votes:
     def _fail(self, step: StepId, ranks: Sequence[int], reason: str) -> None:
         _log.error("%s of %d ranks was not committed: %s", step, self._group.size, reason)
         if step.serial:
-            self._state.membership.failed[step] = _not_committed(step, reason)
+            self._state.membership.failed[step] = ballots.not_committed(step, reason)
         self._state.events.emit(CommitFailed(step.step, step.serial, None, tuple(ranks), reason))
         self._state.changed.notify()
 
@@ -393,7 +395,3 @@ class Votes:
 def _told(differing: Sequence[Difference]) -> str:
     told = "; ".join(map(show_difference, differing[:4]))
     return f"{told}. Memory or computation of a rank is wrong, or what was declared or sharded as replicas is none"
-
-
-def _not_committed(step: StepId, reason: str) -> RanksUnavailable:
-    return RanksUnavailable(f"{step} was not committed: {reason}; the next save is made as if this one had not been")

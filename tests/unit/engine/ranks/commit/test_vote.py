@@ -369,6 +369,35 @@ async def test_a_save_that_is_lost_while_it_waits_for_another_costs_no_other_sav
 
 
 @pytest.mark.parametrize("hurt", [0, 1])
+async def test_a_save_that_is_refused_behind_others_costs_none_of_them_though_other_ranks_are_ahead(
+    place: Place, hurt: int
+) -> None:
+    """The decision on it came before this rank had numbered those, which then began after it."""
+    others = [rank for rank in range(SIZE) if rank != hurt]
+    go_on, do = threading.Event(), ranked.split
+
+    def waits(*arguments: Any, rank: int, **more: Any) -> Any:
+        if rank == hurt:
+            assert go_on.wait(SOON)
+        return do(*arguments, rank=rank, **more)
+
+    async with place.open() as ranks:
+        with mock.patch.object(ranked, "split", waits):
+            saving = [asyncio.create_task(ranks.save(1, ranks=[hurt]))]
+            await asyncio.sleep(0.05)
+            saving.append(asyncio.create_task(ranks.save(2, ranks=[hurt])))
+            await asyncio.sleep(0.05)
+            with pytest.raises(Invalid):
+                await ranks[hurt].save(3, part(3, hurt, SIZE) | {"own": {"bad": object()}})
+            ahead = [await ranks.save(step, ranks=others) for step in (1, 2, 3)]
+            await ranks.failed(step=3)
+            go_on.set()
+        for there, here in zip(ahead, saving, strict=False):
+            await ranks.reached([*there, *await here], "disk")
+        await works(ranks, 4)
+
+
+@pytest.mark.parametrize("hurt", [0, 1])
 async def test_a_save_that_a_rank_calls_again_without_what_was_refused_is_made_by_all(place: Place, hurt: int) -> None:
     async with place.open() as ranks:
         others = [rank for rank in range(SIZE) if rank != hurt]
