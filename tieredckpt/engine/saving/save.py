@@ -213,7 +213,7 @@ class Writer:
                     if ram is not None and tier.ram is not ram:  # else the step would name what the new slab has there
                         raise _MadeAnew(f"tier {tier.name!r} was made anew under the save, whose copy is gone")
                     # Taken for good: a commit that fails may be there all the same.
-                    self._state.branch.last_serial = identity.serial
+                    self._state.branch.last_serial = max(self._state.branch.last_serial, identity.serial)
                     if tier.in_memory:
                         await commit_file.commit(tier, record, stored, encoded=encoded)
                     else:

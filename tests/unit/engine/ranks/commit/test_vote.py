@@ -397,6 +397,31 @@ async def test_a_save_that_is_refused_behind_others_costs_none_of_them_though_ot
         await works(ranks, 4)
 
 
+async def test_a_rank_that_copies_past_the_deadline_of_two_saves_makes_the_third_with_the_others(place: Place) -> None:
+    """It went back to the number of the save that it copied, when it ended."""
+    async with place.open() as ranks:
+        index = ranks[1]._life.engine.state.tiers[0].ram.index
+        go_on, do = threading.Event(), index.allocate
+
+        def waits(*arguments: Any) -> Any:
+            assert go_on.wait(SOON)
+            return do(*arguments)
+
+        with mock.patch.object(index, "allocate", waits):
+            saving = asyncio.create_task(ranks.save(1, ranks=[1]))
+            await asyncio.sleep(0.05)
+            ranks.let_wait(DEADLINE)
+            for step in (1, 2):
+                await ranks.save(step, ranks=[0, 2])
+                await ranks.failed(step=step)
+            ranks.let_wait(SOON)
+            go_on.set()
+            await saving
+        (skipped,) = await ranks.save(2, ranks=[1])
+        assert "not saved" in skipped.skipped
+        await works(ranks, 3)
+
+
 @pytest.mark.parametrize("hurt", [0, 1])
 async def test_a_save_that_a_rank_calls_again_without_what_was_refused_is_made_by_all(place: Place, hurt: int) -> None:
     async with place.open() as ranks:
