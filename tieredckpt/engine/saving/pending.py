@@ -55,7 +55,7 @@ class _Call:
     save: Callable[..., Coroutine[Any, Any, Saved]]
     """`Engine.save`, with all arguments but ``flat``, ``origin`` and ``capture``."""
     begun: Latch
-    """Open once ``save`` is called: from then on, the save tells other ranks itself how it ends."""
+    """Open once ``save`` is called, which tells other ranks itself how it ends, or once they were told of a refusal."""
 
 
 class PendingSaves:
@@ -83,6 +83,8 @@ class PendingSaves:
         """Calls that make a save, for whose end the trainer waits."""
         self._calls_that_wait: set[object] = set()
         """Calls, but for those of `save`, that may wait for a background save."""
+        self._guards_order = asyncio.Lock()
+        """Held by the call of `save` that begins next: saves are made in the order of their calls."""
 
     @property
     def background(self) -> set[asyncio.Task[Saved]]:
@@ -137,6 +139,7 @@ class PendingSaves:
 
     def _refused(self, begun: Latch, step: int, error: BaseException) -> None:
         if not begun.is_open:
+            begun.open()
             self._not_begun(step, error)
 
     async def _copy(self, call: _Call, tree: Any) -> Saved:
@@ -145,8 +148,13 @@ class PendingSaves:
         assert task is not None, "a coroutine runs in a task"
         self._foreground.add(task)
         try:
-            flat = await in_thread(self._flatten, tree, call.streams)
-            await self._confirm_now()  # those of calls since this one, which it would wait for
+            async with self._guards_order:
+                try:
+                    flat = await in_thread(self._flatten, tree, call.streams)
+                    await self._confirm_now()  # those of calls since this one, which it would wait for
+                except BaseException as error:  # told before the next save begins
+                    self._refused(call.begun, call.step, error)
+                    raise
             call.begun.open()
             return await call.save(flat, origin=call.origin, capture=Capture())
         finally:
@@ -193,7 +201,8 @@ class PendingSaves:
             raise
 
     async def _begin_now(self, call: _Call, flat: Flat, capture: Capture) -> asyncio.Task[Saved]:
-        await self._confirm_now()  # or this save waits for that of a concurrent call, and so does who awaits both
+        async with self._guards_order:
+            await self._confirm_now()  # or this save waits for that of a concurrent call, and so does who awaits both
         capture.stall = time.monotonic() - call.at  # the trainer goes on from here
         call.begun.open()
         saving = call.save(flat, origin=call.origin, capture=capture)

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -258,6 +258,18 @@ async def test_saves_called_at_the_same_time_wait_for_no_confirmation_that_canno
                 await checkpoint.captured()
                 await checkpoint.reached("ram")
                 assert await values_of(store, checkpoint.step) == (checkpoint.step,)
+
+
+@pytest.mark.parametrize("capture", ["copy", "lazy"])
+async def test_saves_called_at_the_same_time_are_made_in_the_order_of_the_calls(
+    tiers: StoreConfig, capture: Literal["copy", "lazy"]
+) -> None:
+    """Decision 26: the newest was the one whose tree takes longest to flatten."""
+    many = {"many": {str(key): key for key in range(5000)}}
+    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
+        await asyncio.gather(store.save(1, many), store.save(2, {"w": full(2)}, capture=capture))
+        await store.flush()
+        assert [info.step for info in sorted(await store.steps(), key=lambda info: info.serial)] == [1, 2]
 
 
 CALLS: dict[str, Callable[[CheckpointStore, Checkpoint], Awaitable[object]]] = {

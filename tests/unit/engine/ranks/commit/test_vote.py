@@ -422,6 +422,26 @@ async def test_a_rank_that_copies_past_the_deadline_of_two_saves_makes_the_third
         await works(ranks, 3)
 
 
+async def test_saves_called_at_the_same_time_are_made_in_the_order_of_the_calls_by_all_ranks(place: Place) -> None:
+    """Decision 26: the tree that was flattened first came first, a race in each rank, and a refused one last."""
+    many = {"many": {str(key): key for key in range(3000)}}
+    async with place.open() as ranks:
+        for first in range(1, 13, 3):
+            checkpoints: list[Checkpoint] = []
+
+            def saves(rank: int, first: int = first) -> list[Any]:
+                trees = [part(first, rank, SIZE) | many, {"bad": object()}, part(first + 2, rank, SIZE)]
+                return [ranks[rank].save(step, tree) for step, tree in enumerate(trees, first)]
+
+            calls = [asyncio.gather(*saves(rank), return_exceptions=True) for rank in range(SIZE)]
+            for one, refused, other in await asyncio.gather(*calls):
+                assert isinstance(refused, Invalid)
+                assert one.saved.step < other.saved.step
+                checkpoints += one, other
+            await ranks.reached(checkpoints, "disk")
+        await works(ranks, 13)
+
+
 @pytest.mark.parametrize("hurt", [0, 1])
 async def test_a_save_that_a_rank_calls_again_without_what_was_refused_is_made_by_all(place: Place, hurt: int) -> None:
     async with place.open() as ranks:
