@@ -75,8 +75,9 @@ class LazyCapture(Capture):
     async def copied(self, snapshot: Snapshot, located: Located, *, past_ram: bool) -> None:
         """Wait, after the copy, until the trainer has confirmed it. Raises `Invalid`, naming arrays that changed."""
         self._past_ram = past_ram
-        if self._guard is not None and not self._confirmed.is_open:
-            self._fail(await self._guard.changed(snapshot.digests_copied(located)))
+        guard = self._guard  # which `ended` forgets, on another thread
+        if guard is not None and not self._confirmed.is_open:
+            self._fail(await guard.changed(snapshot.digests_copied(located)))
         self._copied.open()
         await _opened(self._confirmed)
         if self._error is not None:
