@@ -34,19 +34,43 @@ def place(shared_memory: Path, tmp_path: Path) -> Place:
 
 
 @contextmanager
-def failing(store: CheckpointStore, error: Exception, *, early: bool = False) -> Iterator[None]:
-    """Make each save of one rank fail while it copies; with ``early``, before it copies."""
+def before_copies(store: CheckpointStore, do: Callable[[], None], *, early: bool = False) -> Iterator[None]:
+    """Make each save of one rank ``do`` this while it copies; with ``early``, before it copies."""
     state = store._life.engine.state
     target, name = (ranked, "split") if early else (state.tiers[0].ram.index, "allocate")
-    do = getattr(target, name)
+    go_on = getattr(target, name)
 
-    def fail(*arguments: Any, **more: Any) -> Any:
+    def first(*arguments: Any, **more: Any) -> Any:
         if more.get("rank", state.membership.rank) == state.membership.rank:
-            raise error
-        return do(*arguments, **more)
+            do()
+        return go_on(*arguments, **more)
 
-    with mock.patch.object(target, name, fail):
+    with mock.patch.object(target, name, first):
         yield
+
+
+@contextmanager
+def failing(store: CheckpointStore, error: Exception, *, early: bool = False) -> Iterator[None]:
+    """Make each save of one rank fail; see `before_copies`."""
+
+    def fail() -> None:
+        raise error
+
+    with before_copies(store, fail, early=early):
+        yield
+
+
+@contextmanager
+def held_up(store: CheckpointStore, *, early: bool = False) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Hold up each save of one rank; see `before_copies`. Yields the events of the first that is, and of going on."""
+    is_held, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_held.set()
+        assert go_on.wait(SOON)
+
+    with before_copies(store, wait, early=early):
+        yield is_held, go_on
 
 
 async def works(ranks: Cohort, step: int) -> None:
@@ -339,17 +363,10 @@ async def test_a_save_that_is_lost_while_it_waits_for_another_costs_no_other_sav
 ) -> None:
     limit(monkeypatch, save_again=0.0)
     others = [rank for rank in range(SIZE) if rank != hurt]
-    go_on, do = threading.Event(), ranked.split
-
-    def waits(*arguments: Any, rank: int, **more: Any) -> Any:
-        if rank == hurt:
-            assert go_on.wait(SOON)
-        return do(*arguments, rank=rank, **more)
-
     async with place.open() as ranks:
-        with mock.patch.object(ranked, "split", waits):
+        with held_up(ranks[hurt], early=True) as (is_held, go_on):
             first = asyncio.create_task(ranks.save(1, ranks=[hurt]))
-            await asyncio.sleep(0.05)
+            assert await asyncio.to_thread(is_held.wait, SOON)
             change = {"own": {"bad": object()}} if how == "refused" else {}
             waiting = asyncio.create_task(ranks[hurt].save(2, part(2, hurt, SIZE) | change))
             await asyncio.sleep(0.05)
@@ -374,17 +391,10 @@ async def test_a_save_that_is_refused_behind_others_costs_none_of_them_though_ot
 ) -> None:
     """The decision on it came before this rank had numbered those, which then began after it."""
     others = [rank for rank in range(SIZE) if rank != hurt]
-    go_on, do = threading.Event(), ranked.split
-
-    def waits(*arguments: Any, rank: int, **more: Any) -> Any:
-        if rank == hurt:
-            assert go_on.wait(SOON)
-        return do(*arguments, rank=rank, **more)
-
     async with place.open() as ranks:
-        with mock.patch.object(ranked, "split", waits):
+        with held_up(ranks[hurt], early=True) as (is_held, go_on):
             saving = [asyncio.create_task(ranks.save(1, ranks=[hurt]))]
-            await asyncio.sleep(0.05)
+            assert await asyncio.to_thread(is_held.wait, SOON)
             saving.append(asyncio.create_task(ranks.save(2, ranks=[hurt])))
             await asyncio.sleep(0.05)
             with pytest.raises(Invalid):
@@ -400,16 +410,9 @@ async def test_a_save_that_is_refused_behind_others_costs_none_of_them_though_ot
 async def test_a_rank_that_copies_past_the_deadline_of_two_saves_makes_the_third_with_the_others(place: Place) -> None:
     """It went back to the number of the save that it copied, when it ended."""
     async with place.open() as ranks:
-        index = ranks[1]._life.engine.state.tiers[0].ram.index
-        go_on, do = threading.Event(), index.allocate
-
-        def waits(*arguments: Any) -> Any:
-            assert go_on.wait(SOON)
-            return do(*arguments)
-
-        with mock.patch.object(index, "allocate", waits):
+        with held_up(ranks[1]) as (is_held, go_on):
             saving = asyncio.create_task(ranks.save(1, ranks=[1]))
-            await asyncio.sleep(0.05)
+            assert await asyncio.to_thread(is_held.wait, SOON)
             ranks.let_wait(DEADLINE)
             for step in (1, 2):
                 await ranks.save(step, ranks=[0, 2])
