@@ -91,7 +91,7 @@ class AmongRanks(Alone):
         super().__init__(state, collector)
 
     def _make_slower_tiers(self) -> SlowerTiers:
-        return SharedTiers(self.state, self.collector, self.ranked.dedupe)
+        return SharedTiers(self.state, self.collector, self.ranked.votes.dedupe)
 
     async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
         await self.ranked.open()

@@ -238,7 +238,7 @@ class Opening:
                 continue
             whole.append(brief(record))
             parts = found[step][record.run]
-            self._votes.parts[step] = {rank: part for rank, (part, _) in parts.items()}
+            self._votes.coordinator.parts[step] = {rank: part for rank, (part, _) in parts.items()}
             self._commits.homes[step] = {rank: home for rank, (_, home) in parts.items()}
         for record in whole:
             state.tiers[0].steps.agree(record)

@@ -14,10 +14,10 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import any_due, waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.opening.ram import mark_ram
+from tieredckpt.engine.ranks.commit.attempts import Missed
 from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.commit.compare import digests_elsewhere, with_own
-from tieredckpt.engine.ranks.commit.dedupe import Dedupe
-from tieredckpt.engine.ranks.commit.vote import Missed, Votes
+from tieredckpt.engine.ranks.commit.vote import Votes
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.departed import Departed
 from tieredckpt.engine.ranks.group import Group
@@ -97,7 +97,6 @@ class Ranked:
         self.group = group
         self._departed = Departed(state, collector.evictor)
         self.votes = Votes(state, collector.evictor, group, self._commit_streamed, self._departed)
-        self.dedupe = Dedupe(state, group, self.votes.is_undecided)
         self.commits = Commits(state, collector, group, self.votes)
         self.opening = Opening(state, collector.evictor, group, self.votes, self.commits, open_tiers)
         self.restores = CollectiveRestores(state, group, self.votes, self.opening, look_up, self._departed)
@@ -143,7 +142,7 @@ class Ranked:
         """
         state, saved, serial, began = self._state, None, 0, time.monotonic()
         try:
-            attempt = self.votes.begin(step)
+            attempt = self.votes.attempts.begin(step)
         except Missed as missed:
             reason = f"step {step} was not saved: {missed}"
             self.count_as_saved(step, origin)
@@ -153,7 +152,7 @@ class Ranked:
         share = partial(split, flat, replicated, rank=self.group.rank, nodes=nodes, chunk_size=size)
         try:
             async with self.votes.turns.mine(attempt):
-                self.dedupe.attempt, serial = attempt, state.branch.last_serial + 1
+                self.votes.dedupe.attempt, serial = attempt, state.branch.last_serial + 1
                 own = await in_thread(share)
                 elsewhere = await digests_elsewhere(state, own)  # while there is no part that could be lost
                 saved = await save(own, began=began)
@@ -177,7 +176,7 @@ class Ranked:
     def give_up(self, step: int, error: BaseException) -> None:
         """Vote no on a save that this rank does not begin."""
         with suppress(Missed):
-            attempt = self.votes.begin(step)
+            attempt = self.votes.attempts.begin(step)
             self.votes.turns.skip(attempt)
             self.votes.not_saved(attempt, step, error)
 
@@ -262,8 +261,7 @@ class Ranked:
         elif isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
             if state.tier(event.tier).in_memory:
-                self.votes.parts.pop(step, None)
-                self.votes.merged_steps.forget(step)
+                self.votes.coordinator.forget(step)
                 self.opening.give_back()
             adopt_if_gone(state, step)  # as the others do
             self.group.publish(Evicted(event.step, event.serial, event.tier))
@@ -313,9 +311,9 @@ class Ranked:
             case Damaged() | Signalled() | Wanted():
                 self.reports.apply(rank, message)
             case Find():
-                self.group.start(self.dedupe.answer(rank, message), f"chunks that rank {rank} asked for")
+                self.group.start(self.votes.dedupe.answer(rank, message), f"chunks that rank {rank} asked for")
             case PartDropped():
-                await self.votes.part_dropped(rank, StepId(message.serial, message.step))
+                await self.votes.coordinator.part_dropped(rank, StepId(message.serial, message.step))
 
     async def _not_promoted(self, failed: Aborted) -> None:
         assert failed.tier is not None

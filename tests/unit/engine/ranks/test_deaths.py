@@ -11,7 +11,7 @@ from support.cohort import assert_whole, cohort
 from support.limits import limit
 from support.scenes import SOON
 
-from tieredckpt.engine.ranks.commit import commit, vote
+from tieredckpt.engine.ranks.commit import commit, coordinator, vote
 from tieredckpt.errors import RanksUnavailable, TieredCkptError, TierUnavailable
 
 SIZE = 3
@@ -48,7 +48,7 @@ async def test_a_death_at_any_call_blocks_no_rank_and_loses_no_step(
 
 @pytest.mark.parametrize(
     ("module", "name", "capacity"),
-    [(vote, "encode_own", "64 MiB"), (vote, "merge_parts", "64 MiB"), (commit, "holders", "64 KiB")],
+    [(vote, "encode_own", "64 MiB"), (coordinator, "merge_parts", "64 MiB"), (commit, "holders", "64 KiB")],
     ids=["for a part", "for the vote", "for the commit of what was streamed"],
 )
 async def test_a_save_without_memory_behind_the_training_is_told_and_the_next_one_works(

@@ -86,7 +86,7 @@ class Commits:
 
         Raises as `copy_step`; `RanksUnavailable` when ranks are silent, `Conflict` when their parts do not fit.
         """
-        parts = self._votes.parts.get(step)
+        parts = self._votes.coordinator.parts.get(step)
         if parts is None or step not in self._state.tiers[0].steps.held:
             return await copy_step(self._state, self._collector, step, tier)
         was_there = step in tier.steps.to_mend()
@@ -167,7 +167,7 @@ class Commits:
 
     async def _cell_sizes(self, step: StepId, sizes: Mapping[bytes, int]) -> Mapping[bytes, int]:
         """Bytes of the cells of chunks; the parts of a streamed step give the bytes as they are stored."""
-        whole = self._votes.merged_steps.get(step)
+        whole = self._votes.coordinator.merged_steps.get(step)
         if whole is None or step not in self._state.membership.undecided:
             return sizes
         return await in_thread(cell_sizes, whole, sizes.keys(), pool=self._state.pool)
@@ -239,7 +239,7 @@ class Commits:
 
         await together([read(rank) for rank in parts])
 
-        kept = self._votes.merged_steps.get(step)
+        kept = self._votes.coordinator.merged_steps.get(step)
 
         def merged() -> StepIndex:
             whole = without_places(merge_parts(parts)) if kept is None else kept

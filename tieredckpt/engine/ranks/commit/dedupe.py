@@ -6,10 +6,12 @@ Rank 0 keeps the packs that it has named from collection until it has decided on
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import takewhile
 
 from tieredckpt.engine import limits
+from tieredckpt.engine.ranks.commit.attempts import Attempts
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import Find
@@ -26,15 +28,12 @@ _log = logging.getLogger("tieredckpt")
 
 
 class Dedupe:
-    """Asks rank 0 which chunks a shared tier has, and answers there. Lives on the engine's loop.
+    """Asks rank 0 which chunks a shared tier has, and answers there. Lives on the engine's loop."""
 
-    ``is_undecided`` tells whether the attempt of a save may still become a step.
-    """
-
-    def __init__(self, state: State, group: Group, is_undecided: Callable[[str], bool]) -> None:
+    def __init__(self, state: State, group: Group, attempts: Attempts) -> None:
         self._state = state
         self._group = group
-        self._is_undecided = is_undecided
+        self._attempts = attempts
         self._asked = 0
         self._unanswered = ""
         self.attempt = ""
@@ -62,7 +61,7 @@ class Dedupe:
         """At rank 0: tell a rank which of its chunks the tier has."""
         found: dict[bytes, Extent] = {}
         tier = self._state.tier(asked.tier)
-        if self._is_undecided(asked.attempt):
+        if self._attempts.is_undecided(asked.attempt):
             noted = self._state.membership.promised.setdefault(asked.attempt, {}).setdefault(tier.name, set())
             try:
                 found = await find_chunks(self._state, tier, asked.sizes, noted)
@@ -70,3 +69,19 @@ class Dedupe:
                 _log.warning("tier %r: what it has is not known, so rank %d writes anew: %s", tier.name, rank, error)
         with suppress(RanksUnavailable):  # the asker does not wait for ever
             await self._group.communicator.send([rank], f"found/{asked.number}", encode(found))
+
+    def decided(self, attempt: str) -> None:
+        """At rank 0: release the packs of an attempt, and of those asked for before it that rank 0 has not begun."""
+        promised = self._state.membership.promised
+        if attempt in promised:
+            self._release_unbegun(takewhile(attempt.__ne__, promised))
+            del promised[attempt]
+
+    def begin_epoch(self) -> None:
+        """At rank 0: release the packs of attempts that it will not begin any more, as a restore comes first."""
+        self._release_unbegun(self._state.membership.promised)
+
+    def _release_unbegun(self, asked: Iterable[str]) -> None:
+        for attempt in tuple(asked):
+            if self._attempts.is_to_come(attempt):
+                del self._state.membership.promised[attempt]

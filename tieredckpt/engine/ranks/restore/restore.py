@@ -79,7 +79,7 @@ class CollectiveRestores:
         self._opening = opening
         self._look_up = look_up
         self._departed = departed
-        self.rendezvous = Rendezvous(group, votes.restore_begins, self._stay_away)
+        self.rendezvous = Rendezvous(group, votes.begin_epoch, self._stay_away)
         self._peers = PeerExchange(state, group)
         self._guards_restore = asyncio.Lock()
         self._epoch = 0
@@ -225,7 +225,7 @@ class CollectiveRestores:
         raise problem
 
     def _index_of_parts(self, step: StepId) -> Index:
-        parts = self._votes.parts.get(step)
+        parts = self._votes.coordinator.parts.get(step)
         if parts is None:
             raise NotFound(f"the parts of {step} in RAM are not known any more")
         merged = merge_parts(parts)

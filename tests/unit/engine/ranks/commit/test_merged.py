@@ -15,7 +15,7 @@ from support.records import first_record
 from support.scenes import config, folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.ranks.commit import commit, vote
+from tieredckpt.engine.ranks.commit import commit, coordinator
 from tieredckpt.engine.ranks.commit.merged import placed, without_places
 from tieredckpt.engine.ranks.commit.parts import encode_own, encode_written, extents_of, holders, merge_parts, share_out
 from tieredckpt.errors import Conflict, Corrupt
@@ -107,7 +107,7 @@ async def test_a_step_is_merged_once_for_all_tiers_and_anew_where_newer_ones_hav
 
         return merge
 
-    monkeypatch.setattr(vote, "merge_parts", counted("votes"))
+    monkeypatch.setattr(coordinator, "merge_parts", counted("votes"))
     monkeypatch.setattr(commit, "merge_parts", counted("commit"))
     tiers = {
         "ram": ram(shared_memory, on_close="keep"),
