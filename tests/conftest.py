@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 import importlib
+import logging
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from support.object_stores import REAL, Place, moto_server, real_server
 from support.scenes import new_shared_folder, ram
 
 from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE
+from tieredckpt.blobs.wrap.mapped import UNMAPPED
 
 # Deadlines and speed checks measure the machine that happens to run the tests.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -170,6 +172,29 @@ def no_signature(s3_server: str) -> None:
 def s3_place(s3_server: str) -> Place:
     """A prefix of the test on that server."""
     return Place(s3_server)
+
+
+class _Unmapped(logging.Handler):
+    """Collects what stores raised and should have mapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == UNMAPPED:
+            self.found.append(f"{record.getMessage()}: {record.exc_info and record.exc_info[1]!r}")
+
+
+@pytest.fixture(autouse=True)
+def _stores_map_their_errors(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Our own stores raise only errors of `tieredckpt.errors`; behind the wrappers, a test would not see another."""
+    handler, logger = _Unmapped(), logging.getLogger("tieredckpt")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    if request.node.get_closest_marker("unmapped") is None:
+        assert handler.found == []
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from support.limits import limit
 
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import TierConfig
-from tieredckpt.errors import TieredCkptError, TierUnavailable
+from tieredckpt.errors import TierUnavailable
 from tieredckpt.testing.faulty import Faulty, Kind
 from tieredckpt.testing.tiers import Opening, tiers_opened_by
 
@@ -44,12 +44,12 @@ class FaultyTiers:
         self._stores: dict[str, Faulty] = {}
         self._struck: Counter[tuple[Kind, str]] = Counter()
         """By stores that were opened again since."""
-        self._refused: dict[str, TieredCkptError] = {}
+        self._refused: dict[str, Exception] = {}
 
     def __getitem__(self, tier: str) -> Faulty:
         return self._stores[tier]
 
-    def refuse(self, tier: str, error: TieredCkptError | None = None) -> None:
+    def refuse(self, tier: str, error: Exception | None = None) -> None:
         """Make every attempt to open the tier raise ``error``, a `TierUnavailable` by default, until `allow`."""
         self._refused[tier] = error or TierUnavailable(f"the tier {tier} cannot be opened, by script")
 
@@ -57,7 +57,7 @@ class FaultyTiers:
         """Allow the tier to be opened again."""
         self._refused.pop(tier, None)
 
-    def kill(self, tier: str, error: TieredCkptError | None = None) -> None:
+    def kill(self, tier: str, error: Exception | None = None) -> None:
         """Make every call of the tier, and every attempt to open it again, raise ``error`` until `revive`."""
         error = error or TierUnavailable(f"the tier {tier} is dead by script")
         self.refuse(tier, error)

@@ -37,7 +37,7 @@ import numpy as np
 from tieredckpt.blobs.base import BlobStore, Stretch, span
 from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.concurrency import outlast, shielded
-from tieredckpt.errors import NoSpace, ShortRead, TieredCkptError, TierUnavailable
+from tieredckpt.errors import NoSpace, ShortRead, TierUnavailable
 from tieredckpt.format.digest import copy_start_and_digest
 
 __all__ = ["KINDS", "Faulty", "Hold", "Kind"]
@@ -90,7 +90,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class _Error:
-    error: TieredCkptError
+    error: Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Faulty(Forward):
         self._calls: deque[Operation] = deque(maxlen=remembered)
         self._made = 0
         self._struck: Counter[tuple[Kind, str]] = Counter()
-        self._dead: TieredCkptError | None = None
+        self._dead: Exception | None = None
         self._room: int | None = None
         self._rhythm: tuple[int, int, int] | None = None
         """Calls that pass, calls that fail, and how many calls there were before."""
@@ -172,7 +172,7 @@ class Faulty(Forward):
     def fail(
         self,
         verb: str,
-        error: TieredCkptError,
+        error: Exception,
         *,
         key: str = "*",
         nth: int = 1,
@@ -219,7 +219,7 @@ class Faulty(Forward):
         with self._guards_script:
             self._room = nbytes
 
-    def kill(self, error: TieredCkptError | None = None) -> None:
+    def kill(self, error: Exception | None = None) -> None:
         """Make every verb raise ``error``, a `TierUnavailable` by default, until `revive`."""
         with self._guards_script:
             self._dead = error or TierUnavailable(f"the store at {self.location} is dead by script")

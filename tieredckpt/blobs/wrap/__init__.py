@@ -11,6 +11,7 @@ from tieredckpt.blobs.wrap.below import Below
 from tieredckpt.blobs.wrap.deadline import Deadline, Overdue
 from tieredckpt.blobs.wrap.forward import Forward, Operation
 from tieredckpt.blobs.wrap.limited import Limited
+from tieredckpt.blobs.wrap.mapped import mapped
 from tieredckpt.blobs.wrap.metered import Metered, Usage, VerbUsage
 from tieredckpt.blobs.wrap.paced import Pace, Paced
 from tieredckpt.blobs.wrap.retrying import Retrying
@@ -28,4 +29,5 @@ __all__ = [
     "Retrying",
     "Usage",
     "VerbUsage",
+    "mapped",
 ]

@@ -13,6 +13,7 @@ import stamina
 from tieredckpt.blobs.base import BlobInfo, BlobStore, Buffer, Unanswered
 from tieredckpt.blobs.wrap.deadline import Overdue
 from tieredckpt.blobs.wrap.forward import Forward, Operation, size_of
+from tieredckpt.blobs.wrap.mapped import mapped
 from tieredckpt.errors import Closed, Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 
 __all__ = ["Retrying"]
@@ -30,6 +31,7 @@ _LONGEST_WAIT = 10.0
 class Retrying(Forward):
     """Repeats a verb that raised `TierUnavailable`, with exponential waits and jitter; no other error.
 
+    An error that is none of `tieredckpt.errors` becomes `TierUnavailable`.
     `Unanswered` is not repeated; of a deletion it becomes `TierUnavailable` if an attempt before it may have succeeded,
     or may yet. An `Overdue` verb is repeated only if it is a put: a reader asks another tier meanwhile, and a deletion
     may come late. From the first attempt that fails until one succeeds, the store is not `responsive`. A verb that is
@@ -59,6 +61,8 @@ class Retrying(Forward):
             wait_jitter=wait_jitter,
         )
         self._retry_put, self._retry = retry(on=_may_help_a_put), retry(on=_may_help)
+        self._logged: set[type[Exception]] = set()
+        """Unmapped errors whose traceback is in the log."""
         self._failed = False
         """Whether no attempt has succeeded since a verb finally failed."""
         self._failing: set[object] = set()
@@ -74,7 +78,8 @@ class Retrying(Forward):
         async def attempt() -> T:
             nonlocal overdue, uncertain
             try:
-                result = await call()
+                with mapped(f"{self.location}: {operation.verb} of {operation.key}", self._logged):
+                    result = await call()
             except TierUnavailable as error:
                 overdue = overdue or isinstance(error, Overdue)
                 uncertain = uncertain or not isinstance(error, Unanswered)

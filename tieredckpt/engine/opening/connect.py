@@ -12,7 +12,7 @@ from pathlib import Path
 from tieredckpt.blobs.base import BlobInfo, BlobStore
 from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.blobs.ram.store import RamStore
-from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Pace, Paced, Retrying
+from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Pace, Paced, Retrying, mapped
 from tieredckpt.concurrency import whole
 from tieredckpt.config import StoreConfig, TierConfig
 from tieredckpt.config.kinds import exists, kind_of
@@ -79,7 +79,8 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
 
 
 async def _connect(tier: TierConfig, *, read_only: bool, events: Events) -> BlobStore:
-    store = await kind_of(tier).open(tier, read_only=read_only)
+    with mapped(f"tier {tier.name!r}", set()):
+        store = await kind_of(tier).open(tier, read_only=read_only)
     if tier.lossy:
         store = Below(store, layout.DERIVED)
     traits = store.traits
@@ -214,8 +215,9 @@ async def reopen(state: State, tier: Tier) -> bool:
     """
     if tier.in_memory:
         return False
-    if not await exists(tier.config):
-        return False
+    with mapped(f"tier {tier.name!r}", set()):
+        if not await exists(tier.config):
+            return False
     return await whole(_reopen(state, tier))
 
 

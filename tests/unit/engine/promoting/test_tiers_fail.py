@@ -58,12 +58,21 @@ def manifests(disk: Path) -> list[Path]:
     return [path for path in files_below(disk) if path.name == "manifest.ocdbt"]
 
 
-async def test_a_tier_that_dies_is_bypassed_reported_and_caught_up(two_tiers: StoreConfig, faults: FaultyTiers) -> None:
+ERRORS = pytest.mark.parametrize(
+    "error", [TierUnavailable, pytest.param(RuntimeError, marks=pytest.mark.unmapped, id="unmapped")]
+)
+"""What our own stores raise, and what the store of another package may raise though it should not."""
+
+
+@ERRORS
+async def test_a_tier_that_dies_is_bypassed_reported_and_caught_up(
+    two_tiers: StoreConfig, faults: FaultyTiers, error: type[Exception]
+) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         heard = Heard(store)
         await store.save(1, tree(1))
         await store.flush()
-        faults.kill("disk", TierUnavailable("the cable was pulled"))
+        faults.kill("disk", error("the cable was pulled"))
         checkpoints = [await store.save(step, tree(step)) for step in (2, 3)]
         failed = await heard.first(TierFailed)
         assert failed.tier == "disk"
@@ -81,6 +90,21 @@ async def test_a_tier_that_dies_is_bypassed_reported_and_caught_up(two_tiers: St
             await checkpoint.reached("disk")
         await store.flush()
         assert [info.tiers for info in await store.steps()] == [("ram", "disk")] * 3
+
+
+@pytest.mark.unmapped
+async def test_a_restore_reads_another_tier_where_one_raises_an_error_of_its_own(
+    three_tiers: StoreConfig, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(three_tiers) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+        await store.evict(1, "ram")
+        faults.kill("disk", RuntimeError("of a library"))
+        restored = await store.restore()
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
+        assert "far" in restored.sources
 
 
 async def test_a_step_that_a_tier_holds_is_not_called_missing_while_the_tier_is_scanned_anew(
@@ -104,10 +128,11 @@ async def test_a_step_that_a_tier_holds_is_not_called_missing_while_the_tier_is_
         assert not done
 
 
+@ERRORS
 async def test_a_tier_that_is_dead_at_open_is_caught_up_later(
-    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers, error: type[Exception]
 ) -> None:
-    faults.refuse("disk")
+    faults.refuse("disk", error("it cannot be opened"))
     async with CheckpointStore.open(two_tiers) as store:
         heard = Heard(store)
         checkpoint = await store.save(1, tree(1))

@@ -1,0 +1,34 @@
+"""Maps errors of a blob store that are none of `tieredckpt.errors`, as the store should have done."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from tieredckpt.errors import TieredCkptError, TierUnavailable
+
+__all__ = ["UNMAPPED", "mapped"]
+
+UNMAPPED: Final = "%s raised an error that is none of tieredckpt.errors"
+"""The message of the log, which has the traceback: it may be a mistake in the store's code."""
+
+_log = logging.getLogger("tieredckpt")
+
+
+@contextmanager
+def mapped(what: str, logged: set[type[Exception]]) -> Iterator[None]:
+    """Raise `TierUnavailable` for an unmapped error of a store: the tier fails, and training goes on without it.
+
+    Logs it, unless its type is one of ``logged``, to which it adds that.
+    """
+    try:
+        yield
+    except (TieredCkptError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error) not in logged:
+            logged.add(type(error))
+            _log.exception(UNMAPPED, what)
+        raise TierUnavailable(f"{what}: {type(error).__name__}: {error}") from error
