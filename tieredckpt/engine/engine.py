@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -42,12 +42,12 @@ from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.repairing.background import BackgroundRepair
 from tieredckpt.engine.restoring.restore import Restorer
+from tieredckpt.engine.saving.call import SaveCall
 from tieredckpt.engine.saving.capture import Capture
 from tieredckpt.engine.saving.pending import PendingSaves
 from tieredckpt.engine.saving.plan import snapshot_size
 from tieredckpt.engine.saving.save import Saved, Writer, versions
 from tieredckpt.engine.scratch import Scratch
-from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.membership import Membership, Role
 from tieredckpt.engine.state.state import DerivedState, State
 from tieredckpt.engine.tier.tier import Tier
@@ -328,21 +328,10 @@ class Engine:
 
     # -- saving -------------------------------------------------------------------------------------------
 
-    async def save(
-        self,
-        step: int,
-        flat: Flat,
-        metrics: Mapping[str, float],
-        *,
-        overwrite: bool,
-        origin: Origin | None,
-        replicated: Sequence[str],
-        capture: Capture,
-    ) -> Saved:
-        """See `Writer.save`; with several ranks, saves this rank's share of the leaves that ``replicated`` chooses."""
+    async def save(self, call: SaveCall, capture: Capture, flat: Flat) -> Saved:
+        """See `Writer.save`; with several ranks, saves this rank's share of the replicated leaves."""
         self.state.check_writable("save")
-        save = partial(self._writer.save, step, metrics=metrics, overwrite=overwrite, origin=origin, capture=capture)
-        saved = await self.mode.save(step, flat, replicated, save, origin)
+        saved = await self.mode.save(call, flat, partial(self._writer.save, call, capture))
         if saved.tier is not None:
             await self.collector.after_commit(self.state.tier(saved.tier))
         self.prepare_memory()

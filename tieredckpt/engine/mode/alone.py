@@ -17,10 +17,10 @@ from tieredckpt.engine.repairing.background import RepairElsewhere
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
 from tieredckpt.engine.restoring.restore import Unreadable
 from tieredckpt.engine.restoring.source import ChosenStep, Damage
+from tieredckpt.engine.saving.call import SaveCall
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.saving.slower_tiers import OwnTiers, SlowerTiers
 from tieredckpt.engine.state.adoption import adopt_newest
-from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId, StepRecord
@@ -80,14 +80,7 @@ class Alone:
 
     # -- saves and promotions -----------------------------------------------------------------------------
 
-    async def save(
-        self,
-        step: int,
-        flat: Flat,
-        replicated: Sequence[str],
-        save: Callable[[Flat], Awaitable[Saved]],
-        origin: Origin | None,
-    ) -> Saved:
+    async def save(self, call: SaveCall, flat: Flat, save: Callable[[Flat], Awaitable[Saved]]) -> Saved:
         """Save this process's part of a tree, by ``save``. Raises `Invalid` if pieces of an array are missing."""
         if flat.in_pieces:
             await in_thread(check_whole, flat.structure, flat.arrays, pool=self.state.pool)

@@ -20,9 +20,9 @@ from tieredckpt.engine.ranks.ranked import Ranked
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
 from tieredckpt.engine.restoring.restore import Unreadable
 from tieredckpt.engine.restoring.source import ChosenStep, Damage
+from tieredckpt.engine.saving.call import SaveCall
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.saving.slower_tiers import OwnTiers, SlowerTiers
-from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.membership import Membership, Streamed
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.index_cache import packs_of
@@ -106,16 +106,9 @@ class AmongRanks(Alone):
         if self.ranked.replicas is not None:
             await self.ranked.replicas.close(remove=may_remove())
 
-    async def save(
-        self,
-        step: int,
-        flat: Flat,
-        replicated: Sequence[str],
-        save: Callable[..., Awaitable[Saved]],
-        origin: Origin | None,
-    ) -> Saved:
-        self._refuse(but=step)
-        return await self.ranked.save(step, flat, (*self.state.config.replicated, *replicated), save, origin)
+    async def save(self, call: SaveCall, flat: Flat, save: Callable[..., Awaitable[Saved]]) -> Saved:
+        self._refuse(but=call.step)
+        return await self.ranked.save(call, flat, save)
 
     def not_begun(self, step: int, error: BaseException) -> None:
         self._refuse(but=step)

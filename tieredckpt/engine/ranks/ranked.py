@@ -51,6 +51,7 @@ from tieredckpt.engine.ranks.replicas.replication import Replication
 from tieredckpt.engine.ranks.reports import Reports
 from tieredckpt.engine.ranks.restore.restore import CollectiveRestores
 from tieredckpt.engine.ranks.schedule import Plan
+from tieredckpt.engine.saving.call import SaveCall
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.state.adoption import adopt_if_gone
 from tieredckpt.engine.state.branch import Origin
@@ -128,27 +129,18 @@ class Ranked:
         self._unsubscribe()
         await self.opening.close()
 
-    async def save(
-        self,
-        step: int,
-        flat: Flat,
-        replicated: Sequence[str],
-        save: Callable[..., Awaitable[Saved]],
-        origin: Origin | None,
-    ) -> Saved:
-        """Save this rank's part by ``save``; the ranks vote on the step behind the training.
-
-        ``origin`` is the last restore before the call; ``save`` is `Writer.save`, with all arguments but the tree.
-        """
-        state, saved, serial, began = self._state, None, 0, time.monotonic()
+    async def save(self, call: SaveCall, flat: Flat, save: Callable[..., Awaitable[Saved]]) -> Saved:
+        """Save this rank's part by ``save``, a `Writer.save` of the call; the ranks vote behind the training."""
+        state, saved, serial, began, step = self._state, None, 0, time.monotonic(), call.step
         try:
             attempt = self.votes.attempts.begin(step)
         except Missed as missed:
             reason = f"step {step} was not saved: {missed}"
-            self.count_as_saved(step, origin)
+            self.count_as_saved(step, call.origin)
             state.events.emit(SaveSkipped(step, reason))
             return Saved(StepId(state.branch.last_serial, step), None, 0, 0, 0.0, reason)
         nodes, size = self.group.nodes, state.config.chunk_size
+        replicated = *state.config.replicated, *call.replicated
         share = partial(split, flat, replicated, rank=self.group.rank, nodes=nodes, chunk_size=size)
         try:
             async with self.votes.turns.mine(attempt):
@@ -157,7 +149,7 @@ class Ranked:
                 elsewhere = await digests_elsewhere(state, own)  # while there is no part that could be lost
                 saved = await save(own, began=began)
             if saved.tier is None:
-                self.count_as_saved(step, origin, serial)
+                self.count_as_saved(step, call.origin, serial)
                 self.votes.not_saved(attempt, step, NoSpace(saved.skipped))
                 return saved
             state.membership.undecided.add(saved.step)  # at once, or a save that needs room would drop the part
@@ -165,7 +157,7 @@ class Ranked:
             index = streamed.index if streamed is not None else await step_index.load(state.tiers[0], saved.step)
             alike = with_own(elsewhere, own.replicated, index)
         except BaseException as error:
-            self.count_as_saved(step, origin, serial)
+            self.count_as_saved(step, call.origin, serial)
             self.votes.not_saved(attempt, step, error)
             if saved is not None:
                 await self.votes.drop(saved.step)

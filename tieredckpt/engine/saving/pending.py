@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,13 @@ from tieredckpt._arguments import checked_metrics, checked_patterns
 from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.devices.base import Device, Event, Stream
 from tieredckpt.engine.loop import EngineLoop, Latch
+from tieredckpt.engine.saving.call import SaveCall
 from tieredckpt.engine.saving.capture import Capture, check_immutable, made_ready
 from tieredckpt.engine.saving.lazy import DigestGuard, LazyCapture
 from tieredckpt.engine.saving.outlet import Outlet
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.saving.snapshot import Digests, Snapshot
 from tieredckpt.engine.saving.spill import may_fit
-from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.errors import Closed, Invalid, NoSpace, TieredCkptError
 from tieredckpt.events import SaveFailed
@@ -41,23 +40,6 @@ _COPIES: Mapping[str, Memory] = {"device": "device", "pinned_host": "pinned_host
 _CAPTURES = ("copy", "lazy", "reference", *_COPIES)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of `save`, without the tree: a save of copies does not keep what was copied."""
-
-    step: int
-    streams: Mapping[Device, Stream]
-    """Those on which the trainer works."""
-    origin: Origin | None
-    """The last restore before the call."""
-    at: float
-    """When (monotonic) the trainer began to wait for this save."""
-    save: Callable[..., Coroutine[Any, Any, Saved]]
-    """`Engine.save`, with all arguments but ``flat``, ``origin`` and ``capture``."""
-    begun: Latch
-    """Open once ``save`` is called, which tells other ranks itself how it ends, or once they were told of a refusal."""
-
-
 class PendingSaves:
     """The saves that have not ended. Lives on the engine's loop, but for `save`, `confirm` and `confirming`.
 
@@ -68,7 +50,7 @@ class PendingSaves:
     def __init__(
         self,
         state: State,
-        save: Callable[..., Coroutine[Any, Any, Saved]],
+        save: Callable[[SaveCall, Capture, Flat], Coroutine[Any, Any, Saved]],
         not_begun: Callable[[int, BaseException], None],
         flattener: Flattener,
     ) -> None:
@@ -115,16 +97,12 @@ class PendingSaves:
         """
         begun = Latch()
         try:
-            how = {
-                "metrics": checked_metrics(metrics),
-                "overwrite": overwrite,
-                "replicated": checked_patterns("replicated", replicated),
-            }
+            checked = checked_metrics(metrics), overwrite, checked_patterns("replicated", replicated)
             if capture not in _CAPTURES:
                 raise Invalid(f"capture is {', '.join(map(repr, _CAPTURES))}, and not {capture!r}")
             origin = self._state.branch.origin  # a restore that is called from here on comes after this save
             await self.confirm()
-            call = _Call(step, streams, origin, time.monotonic(), partial(self._save, step, **how), begun)
+            call = SaveCall(step, *checked, origin, time.monotonic(), streams, begun)
             if capture == "copy":
                 return await loop.call(self._copy(call, tree)), None
             if capture == "lazy":
@@ -142,7 +120,7 @@ class PendingSaves:
             begun.open()
             self._not_begun(step, error)
 
-    async def _copy(self, call: _Call, tree: Any) -> Saved:
+    async def _copy(self, call: SaveCall, tree: Any) -> Saved:
         """Save, and return when it is done."""
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
@@ -156,12 +134,12 @@ class PendingSaves:
                     self._refused(call.begun, call.step, error)
                     raise
             call.begun.open()
-            return await call.save(flat, origin=call.origin, capture=Capture())
+            return await self._save(call, Capture(), flat)
         finally:
             self._foreground.discard(task)
 
     async def _begin_lazily(
-        self, loop: EngineLoop, call: _Call, tree: Any
+        self, loop: EngineLoop, call: SaveCall, tree: Any
     ) -> tuple[asyncio.Task[Saved], LazyCapture | None]:
         flat = self._flatten(tree, call.streams)
         flat = dataclasses.replace(flat, arrays=tuple(map(held, flat.arrays)))
@@ -172,7 +150,7 @@ class PendingSaves:
         return await self._begin(loop, call, flat, lazy), lazy
 
     async def _begin_with_copies(
-        self, loop: EngineLoop, call: _Call, tree: Any, memory: Memory
+        self, loop: EngineLoop, call: SaveCall, tree: Any, memory: Memory
     ) -> asyncio.Task[Saved] | Saved:
         """Begin a save of copies that lie in ``memory``, one save at a time; without room there, copy into RAM."""
         await loop.call(self.drained())  # or the devices would hold the copies of several saves
@@ -192,7 +170,7 @@ class PendingSaves:
         outlet = Outlet(self._state.host_memory, ready)
         return Snapshot.of(leaves, self._state.config.chunk_size, {}, outlet=outlet).digests_now()
 
-    async def _begin(self, loop: EngineLoop, call: _Call, flat: Flat, capture: Capture) -> asyncio.Task[Saved]:
+    async def _begin(self, loop: EngineLoop, call: SaveCall, flat: Flat, capture: Capture) -> asyncio.Task[Saved]:
         """Begin a background save; returns when the trainer may go on."""
         try:
             return await loop.call(self._begin_now(call, flat, capture))
@@ -200,12 +178,12 @@ class PendingSaves:
             capture.ended(Closed(f"step {call.step} was not saved, for its call ended with {error!r}"))
             raise
 
-    async def _begin_now(self, call: _Call, flat: Flat, capture: Capture) -> asyncio.Task[Saved]:
+    async def _begin_now(self, call: SaveCall, flat: Flat, capture: Capture) -> asyncio.Task[Saved]:
         async with self._guards_order:
             await self._confirm_now()  # or this save waits for that of a concurrent call, and so does who awaits both
         capture.stall = time.monotonic() - call.at  # the trainer goes on from here
         call.begun.open()
-        saving = call.save(flat, origin=call.origin, capture=capture)
+        saving = self._save(call, capture, flat)
         task = asyncio.create_task(saving, name=f"tieredckpt save {call.step}")
         task.add_done_callback(partial(self._ended, call.step))
         self._background[task] = capture

@@ -27,6 +27,7 @@ from tieredckpt._arguments import as_number
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
+from tieredckpt.engine.saving.call import SaveCall
 from tieredckpt.engine.saving.capture import Capture
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, fill_slab
 from tieredckpt.engine.saving.frozen import FrozenCheck
@@ -36,7 +37,7 @@ from tieredckpt.engine.saving.plan import Plan
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.saving.snapshot import NO_SMALL, Located, Snapshot
 from tieredckpt.engine.saving.spill import Refused, attributed, stream, usable_ram
-from tieredckpt.engine.state.branch import RESTORED_LOSSY, Continued, Origin
+from tieredckpt.engine.state.branch import RESTORED_LOSSY, Continued
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.packs import WrittenPacks
@@ -109,24 +110,18 @@ class Writer:
 
     async def save(
         self,
-        step: int,
-        flat: Flat,
-        metrics: Mapping[str, float],
-        *,
-        overwrite: bool,
-        origin: Origin | None,
+        call: SaveCall,
         capture: Capture,
+        flat: Flat,
+        *,
         began: float | None = None,
     ) -> Saved:
         """Copy and commit one tree.
 
         Args:
-            step: the trainer's number, not negative.
-            flat: the flattened tree; its arrays do not change until this returns.
-            metrics: finite or not, by name.
-            overwrite: save a step number again that the branch has already.
-            origin: the last restore before the save was called.
+            call: by which it is saved.
             capture: until when its arrays may be read.
+            flat: the flattened tree; its arrays do not change until this returns.
             began: when (monotonic) work on the save began, if that was before this call.
 
         Raises:
@@ -137,8 +132,8 @@ class Writer:
         begin = time.monotonic() if began is None else began
         async with self._alone():
             state = self._state
-            continued = self._decide(step, origin, overwrite=overwrite)
-            identity = StepId(state.branch.last_serial + 1, step)
+            continued = self._decide(call)
+            identity = StepId(state.branch.last_serial + 1, call.step)
             state.branch.begin(identity, continued)
             refusals: dict[str, TieredCkptError] = {}
             tier, made_anew = None, False
@@ -147,8 +142,8 @@ class Writer:
                     with state.ram_gate.saving():
                         snapshot, fingerprints, frozen = await self._snapshot(flat)
                     try:
-                        call = identity, flat, metrics, capture
-                        tier, record, arrays = await self._save_once(snapshot, *call, refusals)
+                        how = identity, flat, call.metrics, capture
+                        tier, record, arrays = await self._save_once(snapshot, *how, refusals)
                     except Refused as refused:
                         if capture.arrays_may_change:
                             raise refused.error from refused
@@ -163,22 +158,22 @@ class Writer:
                         state.report(refused.tier, refused.error)
             except SkipSave as why:
                 state.branch.failed(identity)
-                reason = f"step {step} was not saved: {why}"
-                state.events.emit(SaveSkipped(step, reason))
+                reason = f"step {call.step} was not saved: {why}"
+                state.events.emit(SaveSkipped(call.step, reason))
                 return Saved(identity, None, snapshot.nbytes, 0, time.monotonic() - begin, reason)
             except BaseException:
                 state.branch.failed(identity)
                 raise
-            state.branch.count_from(origin)
+            state.branch.count_from(call.origin)
             self._last.learn(fingerprints, digests := snapshot.digests(arrays))
             self.frozen.begin(identity, snapshot, digests, frozen)
             self._small = snapshot.small
             new_bytes = snapshot.new_bytes + snapshot.new_small
             seconds = time.monotonic() - begin
             self._state.observation.observe_save(
-                step, record.saved_at, seconds if capture.stall is None else capture.stall
+                call.step, record.saved_at, seconds if capture.stall is None else capture.stall
             )
-        state.events.emit(StepSaved(step, identity.serial, tier.name, record.nbytes, new_bytes, seconds))
+        state.events.emit(StepSaved(call.step, identity.serial, tier.name, record.nbytes, new_bytes, seconds))
         # Wake the promoter after the trainer: this thread would keep the interpreter from the trainer's thread.
         asyncio.get_running_loop().call_later(_TRAINER_WAKES, state.changed.notify)
         return Saved(identity, tier.name, record.nbytes, new_bytes, seconds)
@@ -252,13 +247,13 @@ class Writer:
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await in_thread(function, *arguments, pool=self._state.pool)
 
-    def _decide(self, step: int, origin: Origin | None, *, overwrite: bool) -> Continued:
+    def _decide(self, call: SaveCall) -> Continued:
         """The branch that a save continues. Raises `Conflict` for a number that this branch has."""
-        state = self._state
-        continued = state.branch.decide(step, origin, overwrite=overwrite)
+        state, step, origin = self._state, call.step, call.origin
+        continued = state.branch.decide(step, origin, overwrite=call.overwrite)
         known = (*state.records(), *state.membership.undecided)
         same = [found for found in known if found.step == step and found.serial in continued]
-        if same and not overwrite:
+        if same and not call.overwrite:
             raise Conflict(
                 f"step {step} was saved before on this branch ({same[-1]}); to train on from an earlier step, restore "
                 f"that one with resume=True first, or pass overwrite=True to save the number again"

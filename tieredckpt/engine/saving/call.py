@@ -1,0 +1,34 @@
+"""A call of `save` on its way through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tieredckpt.devices.base import Device, Stream
+from tieredckpt.engine.loop import Latch
+from tieredckpt.engine.state.branch import Origin
+
+__all__ = ["SaveCall"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCall:
+    """A call of `save`, without the tree: a save of copies does not keep what was copied."""
+
+    step: int
+    """The trainer's number, not negative."""
+    metrics: Mapping[str, float]
+    """Finite or not, by name."""
+    overwrite: bool
+    """Whether to save a step number again that the branch has already."""
+    replicated: Sequence[str]
+    """Patterns of leaves that are equal on all ranks, besides those of the configuration."""
+    origin: Origin | None
+    """The last restore before the call."""
+    at: float
+    """When (monotonic) the trainer began to wait for this save."""
+    streams: Mapping[Device, Stream]
+    """Those on which the trainer works."""
+    begun: Latch
+    """Open once the save has begun, which tells other ranks itself how it ends, or once they were told of a refusal."""
