@@ -119,7 +119,7 @@ def _show(asked: Scenario, found: Forecast) -> None:
             ("best interval", f"{_seconds(found.daly)} (Daly), {_seconds(found.young)} (Young)"),
             ("expected ETTR", f"{found.ettr:.3f}"),
         ]
-    print_table(f"{format_size(asked.state)} on {asked.nodes} nodes", ("", ""), saves)
+    print_table(f"{format_size(asked.state)} on {asked.nodes} node{'s' * (asked.nodes != 1)}", ("", ""), saves)
     print_table(
         "tiers",
         ("tier", "survives", "a step every", "after", "steps", "bytes", "of", "writes at", "busy", "restore"),

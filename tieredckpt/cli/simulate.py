@@ -112,7 +112,7 @@ def simulate(
 
 
 def _show(found: Figures, nodes: int) -> None:
-    output().print(f"ETTR {found.ettr:.4f} on {nodes} nodes over {format_duration(found.total)}")
+    output().print(f"ETTR {found.ettr:.4f} on {nodes} node{'s' * (nodes != 1)} over {format_duration(found.total)}")
     parts = {
         "productive": found.productive,
         "lost": found.lost,
