@@ -74,10 +74,17 @@ def _machine() -> str:
     return "/".join(found)
 
 
+_UNKNOWN = "unknown"
+
+
 def _started(process: int) -> str | None:
-    """When a process of this machine started, in its kernel's terms; None when there is none (any more)."""
+    """When a process of this machine started, in its kernel's terms; None when there is none (any more).
+
+    `_UNKNOWN` where that is not shown, as of other users' processes below a ``/proc`` mounted with ``hidepid``.
+    """
     try:
-        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        # As bytes: the name of a process is cut to 15 of them, also within a character.
+        stat = Path(f"/proc/{process}/stat").read_bytes()
     except OSError:
         try:
             os.kill(process, 0)
@@ -85,7 +92,8 @@ def _started(process: int) -> str | None:
             return None
         except OSError:
             pass
-        return "unknown"
+        return _UNKNOWN
+    state, *fields = stat.rpartition(b")")[2].decode("ascii").split()
     return None if state in "ZX" else fields[18]
 
 
@@ -324,5 +332,6 @@ def _was_given_back(holder: Holder, key: str) -> bool:
 
 
 def _process_lives(holder: Holder) -> bool | None:
-    """Whether the holder's process does; None on another machine."""
-    return lives_here(holder) if holder.machine == _machine() else None
+    """Whether the holder's process does; None on another machine, and where this user is not shown it."""
+    started = _started(holder.process) if holder.machine == _machine() else _UNKNOWN
+    return None if started == _UNKNOWN else started == holder.process_started

@@ -41,6 +41,12 @@ async def main():
 asyncio.run(main())
 """
 
+UNSEEN = """
+mount -t proc -o hidepid=2,gid=54321 proc /proc 2>/dev/null || exit 77
+exec setpriv --bounding-set=-sys_ptrace "$@"
+"""
+"""Runs a command of root that is not shown the processes of other users."""
+
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
@@ -86,6 +92,37 @@ async def test_a_holder_that_was_killed_is_in_nobodys_way(shared_memory: Path, d
         assert restored is not None
         assert restored.tree == {"x": 1}
         assert len(leases(disk)) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_a_holder_whose_process_is_hidden_counts_while_it_renews(on_disk: StoreConfig, disk: Path) -> None:
+    """Clusters mount /proc with hidepid: it shows nobody the processes of others."""
+    opened = [sys.executable, "-c", HOLDER, on_disk.model_dump_json()]
+    with subprocess.Popen(["sleep", "1000"], user=54322) as other:
+        try:
+            holder = lease_module.holder_of(other.pid, time.time())
+            started = holder.process_started
+            lease(disk, time.time(), machine=holder.machine, process=other.pid, process_started=started)
+            hidden = ["unshare", "--mount", "sh", "-c", UNSEEN, "sh", *opened]
+            refused = subprocess.run(hidden, capture_output=True, text=True, check=False, timeout=300)
+        finally:
+            other.kill()
+    if refused.returncode == 77:
+        pytest.skip("this user may not mount /proc")
+    assert f"process {other.pid} on" in refused.stderr.splitlines()[-1]
+
+
+async def test_a_process_may_have_a_name_that_is_no_text(on_disk: StoreConfig) -> None:
+    """The system cuts the name of a process to 15 bytes, also within a character."""
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    try:
+        name.write_bytes("тренировка".encode()[:15])
+        async with CheckpointStore.open(on_disk):
+            with pytest.raises(Conflict, match=f"process {os.getpid()} on"):
+                await CheckpointStore.open(on_disk)
+    finally:
+        name.write_bytes(before)
 
 
 def lease(disk: Path, renewed_at: float, *, late: float = 0.0, **settings: object) -> Path:
