@@ -52,3 +52,15 @@ def test_no_module_imports_a_private_name_of_another() -> None:
                 private = {each.name for each in node.names if re.match("_(?!_)", each.name)} - modules
                 found += [f"{module.relative_to(ROOT)}: {name}" for name in private]
     assert found == []
+
+
+def test_no_block_raises_what_python_before_3_11_4_wraps_in_a_group() -> None:
+    """That is, none of ``except*``: the handler of the error itself was passed by."""
+    modules = [*PACKAGE.rglob("*.py"), *(ROOT / "policies").rglob("*.py")]
+    found = [
+        module
+        for module in modules
+        for node in ast.walk(ast.parse(module.read_text("utf-8")))
+        if isinstance(node, ast.TryStar)
+    ]
+    assert found == []

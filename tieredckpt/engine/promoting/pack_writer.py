@@ -158,7 +158,7 @@ async def write_packs(
                 group.create_task(write(batch))
             if meanwhile is not None:
                 await meanwhile(dict(place for batch in taken for place in batch.places))
-    except* Exception as errors:
+    except ExceptionGroup as errors:
         raise _first(errors) from None
     finally:
         for batch in taken:  # one that was cancelled before it began has given nothing back
