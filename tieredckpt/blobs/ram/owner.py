@@ -8,7 +8,7 @@ any program with this user's rights may have written it.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -57,12 +57,25 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_owner(folder: Path) -> Owner | None:
     """The note of a folder; None if there is no usable one, as in a folder of an earlier version. Blocking."""
-    return read_json(folder / _OWNER, Owner, limit=_SIZE_MAX)
+    owner = read_json(folder / _OWNER, Owner, limit=_SIZE_MAX)
+    return None if owner is None else _with_paths(owner, lambda noted: os.fsdecode(noted.encode()))
 
 
 def write_owner(folder: Path, owner: Owner) -> None:
-    """Replace the note of a folder that is ours alone. Blocking; raises `OSError`."""
-    replace_json(folder / _OWNER, folder / _NEW_OWNER, owner)
+    """Replace the note of a folder that is ours alone. Blocking; raises `OSError`, `UnicodeError` for no UTF-8."""
+    noted = _with_paths(owner, lambda path: os.fsencode(path).decode())
+    replace_json(folder / _OWNER, folder / _NEW_OWNER, noted)
+
+
+def _with_paths(owner: Owner, converted: Callable[[str], str]) -> Owner:
+    """``owner`` with other paths: a note has them in UTF-8, whatever encoding the names of files have in a process."""
+    places = (
+        msgspec.structs.replace(place, location=converted(place.location), configured=converted(place.configured))
+        if place.location.startswith("/")
+        else place
+        for place in owner.places
+    )
+    return msgspec.structs.replace(owner, places=tuple(places))
 
 
 def look_at(path: Path) -> Place:

@@ -225,7 +225,7 @@ async def note_owner(state: State) -> None:
     state.identity.noted = {place.location: place for place in owner.places}
     try:
         await in_thread(write_owner, folder, owner)
-    except (OSError, UnicodeEncodeError) as error:  # the latter of a path that is bytes, and no text
+    except (OSError, UnicodeError) as error:  # the latter of a path that is bytes, and no text
         _log.warning("it could not be noted whose the RAM at %s is: %s", folder, error)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -144,6 +145,29 @@ async def test_a_folder_whose_name_is_no_text_finds_its_ram_again(place: Place) 
     name = os.fsdecode(b"\xff")
     await place.killed(name, 1, 2)
     assert await place.newest(name) == 2
+
+
+async def test_where_file_names_are_ascii_a_folder_of_another_name_finds_its_ram_again(place: Place) -> None:
+    """Batch systems may clear a job's locale; what RAM notes of its tiers then was no name of a file."""
+    await place.killed("größe", 1, 2)
+    program = """if True:
+        import json, os, sys
+        from tieredckpt import CheckpointStore
+
+        config = json.loads(sys.argv[1].replace("NAME", sys.argv[2]))
+        with CheckpointStore.open_sync(config) as store:
+            print(sys.getfilesystemencoding(), store.restore().step)
+            sys.stdout.flush(), os._exit(0)  # dies with its step in RAM
+    """
+    without = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    settings = place.at("NAME", promote="never").model_dump_json()
+    command = [sys.executable, "-c", program, settings, "größe"]
+    ended = await asyncio.to_thread(subprocess.run, command, env=without, capture_output=True, text=True, check=False)
+    assert ended.stdout == "ascii 2\n", ended.stderr
+    assert await place.newest("größe") == 2
+    (found,) = find_ram(place.root)
+    assert found.owner is not None
+    assert [noted.location for noted in found.owner.places] == [str(place.base / "größe")]
 
 
 async def test_a_folder_that_was_moved_to_another_file_system_finds_its_ram_again(place: Place) -> None:
