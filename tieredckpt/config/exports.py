@@ -24,13 +24,13 @@ __all__ = ["ExportConfig", "Exports", "place_of"]
 def _to(value: object, info: ValidationInfo) -> str:
     """An absolute path, or a URL as it is; of text, after ``~`` and ``$NAME``."""
     if isinstance(value, Path):
-        return str(absolute(Path.cwd(), value))
+        return str(absolute(Path(), value))
     if not isinstance(value, str):
         raise Invalid(f"should be a folder or a URL such as 's3://bucket/exports', not {redacted(value)!r}")
     text = substitute(value)
     if url_scheme(text) is not None:
         return text.rstrip("/")
-    folder = info.context["folder"] if info.context else Path.cwd()
+    folder = info.context["folder"] if info.context else Path()
     return str(absolute(folder, expand(value)))
 
 

@@ -130,7 +130,7 @@ def _revealed(shown: Any, dumped: Any) -> Any:
 
 def _load_mapping(data: Mapping[str, Any]) -> StoreConfig:
     try:
-        return _validate(data, Path.cwd())
+        return _validate(data, Path())
     except ValidationError as error:
         raise Invalid(explain(problems(error))) from error
     except RecursionError as error:

@@ -50,12 +50,15 @@ def _path(value: object, info: ValidationInfo) -> Path:
         value = expand(value)
     elif not isinstance(value, Path):
         raise Invalid(f"should be a path, not {value!r}")
-    return absolute(info.context["folder"] if info.context else Path.cwd(), value)
+    return absolute(info.context["folder"] if info.context else Path(), value)
 
 
 def absolute(folder: Path, path: Path) -> Path:
     """A path, which starts at ``folder`` if it is relative; raises `Invalid` where file names cannot be so here."""
-    found = Path(folder, path)
+    try:
+        found = Path(folder, path).absolute()
+    except FileNotFoundError as error:
+        raise Invalid(f"{str(path)!r}: the current folder was removed; write the path from '/' on") from error
     try:
         os.fsencode(found)
     except UnicodeEncodeError as error:

@@ -188,6 +188,19 @@ def test_relative_paths_start_at_the_folder_of_the_file(tmp_path: Path, monkeypa
     assert tier.location == str(tmp_path / "data")
 
 
+def test_where_the_current_folder_was_removed_absolute_paths_are_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for source in (tmp_path / "run", disk(path=str(tmp_path / "run"))):
+        assert load(source).tiers[-1].location == str(tmp_path / "run")
+    with pytest.raises(Invalid, match="'data': the current folder was removed"):
+        load("data")
+
+
 def test_home_and_variables_are_expanded_in_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("RUN", "r7")
