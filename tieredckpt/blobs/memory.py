@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +18,16 @@ __all__ = ["memory_limit"]
 def memory_limit(
     *, groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[int, str]:
-    """Bytes of memory that this process may use, and what sets that limit (a cgroup or the machine).
+    """Bytes of memory that this process may use, and what sets that limit (a cgroup, ``ulimit -v`` or the machine).
 
     Args:
         groups: where the cgroups are mounted, of version 1, 2 or both.
         membership: the file that tells which of them the process is in.
     """
     limit, source = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the machine's memory"
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)  # batch systems set it too; the slab is mapped at once
+    if addresses != resource.RLIM_INFINITY and addresses < limit:
+        limit, source = addresses, "the limit of this process's address space (`ulimit -v`)"
     for path in _limit_files(groups, membership):
         with contextlib.suppress(OSError, ValueError):  # a file that is missing, or says "max"
             value = int(path.read_text())

@@ -1,8 +1,9 @@
-"""The memory that a process may use is what its cgroups and the machine allow, whichever is least."""
+"""The memory that a process may use is what its limits, cgroups and the machine allow, whichever is least."""
 
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,15 @@ def test_a_group_outside_of_what_is_mounted_is_not_looked_for(tmp_path: Path) ->
 
 def test_a_membership_that_cannot_be_parsed_leaves_the_roots_limit(tmp_path: Path) -> None:
     assert limit_of(tmp_path, "no colons\n", memory_max=400)[0] == 400
+
+
+def test_a_limit_of_the_address_space_limits(tmp_path: Path) -> None:
+    """Batch systems set one; the automatic RAM tier could not be mapped, and no store be started."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MACHINE - 1, before[1]))
+    try:
+        limit, source = memory_limit(groups=tmp_path, membership=tmp_path / "none")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert limit == MACHINE - 1
+    assert "ulimit -v" in source
