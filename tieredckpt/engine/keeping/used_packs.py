@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Collection
 
 from tieredckpt.concurrency import together
-from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.index_cache import packs_of
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format.manifest import StepId, StepIndex
 
 __all__ = ["packs_by_step", "read_indexes", "users_of"]
@@ -43,7 +43,8 @@ async def users_of(tier: Tier, packs: Collection[str]) -> list[StepId]:
 async def read_indexes(tier: Tier, steps: Collection[StepId], use: Callable[[StepIndex], None] | None = None) -> None:
     """Read the indexes of steps, ``use`` each, and remember which packs they refer to.
 
-    One that is corrupt is quarantined. Raises as `step_index.load`.
+    One that is corrupt or lost is quarantined. Raises as a blob store does, and `TierUnavailable` if an index and the
+    marker are lost: then the tier is another one by now, or not mounted.
     """
     large = any(tier.steps.indexes.nbytes.get(step, 0) > _LARGE_INDEX for step in steps)
     turns = asyncio.Semaphore(_INDEXES_AT_A_TIME if tier.store.traits.remote and not large else 1)
@@ -52,12 +53,14 @@ async def read_indexes(tier: Tier, steps: Collection[StepId], use: Callable[[Ste
         async with turns:
             try:
                 index = await step_index.load(tier, step)
-            except NotFound:
+            except (Corrupt, NotFound) as error:
+                if isinstance(error, NotFound) and not await marker_file.is_still(tier.store, tier.marker):
+                    raise TierUnavailable(
+                        f"tier {tier.name!r} has lost its marker and {step}; is it mounted?"
+                    ) from error
                 if tier.steps.keeps(step):  # and is not being evicted, or was meanwhile
-                    raise
-            except Corrupt as error:
-                _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-                tier.quarantine(step, error)
+                    _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+                    tier.quarantine(step, error)
             else:
                 tier.steps.indexes.packs[step] = packs_of(index.arrays)
                 if use is not None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import flip_chunk, index_of, tier_of
+from support.limits import limit
 from support.scenes import (
     CHUNK,
     SOON,
@@ -861,3 +862,40 @@ async def test_a_commit_of_a_step_that_was_evicted_here_is_collected_when_it_com
             await store.collect()
         assert not manifest.exists()
         assert await store.where(1) == ("ram",)
+
+
+@pytest.mark.parametrize("lost", ["btree", "*"], ids=["index", "index and manifest"])
+async def test_a_full_tier_takes_newer_steps_though_files_of_an_older_one_were_deleted(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    limit(monkeypatch, unreadable_commit=0.0)
+    disk = folder(tmp_path / "disk", capacity="780 KiB", retain="all")
+    settings = config({"ram": ram(shared_memory), "disk": disk})
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2, 3):
+            await store.save(step, changed(step))
+            await store.flush()
+    async with CheckpointStore.open(settings) as store:
+        for file in (tmp_path / "disk/steps").glob(f"*1-*/{lost}"):
+            file.unlink()
+        for step in (4, 5):
+            await store.save(step, changed(step))
+            await store.flush()
+            assert "disk" in await store.where(step)
+
+
+async def test_a_tier_without_its_marker_is_no_tier_that_has_lost_a_step(shared_memory: Path, tmp_path: Path) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2):
+            await store.save(step, changed(step))
+            await store.flush()
+    async with CheckpointStore.open(settings) as store:
+        lost = [tmp_path / "disk" / layout.MARKER, *(tmp_path / "disk/steps").glob("*1-*/btree")]
+        for file in lost:
+            file.rename(tmp_path / file.name)
+        with pytest.raises(TierUnavailable, match=r"tier 'disk' has lost its marker and step 1 .*; is it mounted"):
+            await packs_by_step(tier_of(store, "disk"))
+        for file in lost:
+            (tmp_path / file.name).rename(file)
+        assert await store.where(1) == ("disk",)
