@@ -164,6 +164,27 @@ async def test_what_a_committed_step_refers_to_is_not_read_to_be_referred_to_aga
         assert len(packs(objects)) == 1
 
 
+@pytest.mark.parametrize("torn", [True, False], ids=["torn", "gone"])
+@pytest.mark.usefixtures("slow")
+async def test_a_step_whose_index_is_lost_keeps_no_newer_one_from_the_tier(
+    shared_memory: Path, objects: Objects, torn: bool
+) -> None:
+    async with opened(shared_memory) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    async with opened(shared_memory) as store:
+        for key in [key for key in objects.data if "/btree" in key]:
+            if torn:
+                objects.data[key] = objects.data[key][:-1]
+            else:
+                del objects.data[key]
+        await store.save(2, tree(1))
+        await store.flush()
+        assert await store.where(2) == ("ram", "far")
+        (found,) = await store.verify(2, "far")
+        assert not found.problem
+
+
 async def test_a_step_that_is_committed_anew_brings_no_damaged_copy_back(
     shared_memory: Path, objects: Objects, slow: None
 ) -> None:
