@@ -18,7 +18,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening import stale
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId, StepIndex
 
@@ -362,6 +362,28 @@ async def test_a_disk_that_fails_while_its_steps_are_compared_does_not_stop_the_
             assert_restored(await store.restore(2, resume=False), state(2))
             await heard.first(TierRecovered)
             assert_restored(await store.restore(2, resume=False), state(2))
+            await store.flush()  # what was on the disk is found again, and does not come a second time
+            assert [event.step for event in heard.of(StepPromoted) if event.tier == "own"] == [2]
+
+
+@pytest.mark.parametrize("error", [Corrupt, NotFound])
+async def test_a_stale_step_whose_index_is_lost_neither_stops_the_opening_nor_comes_back(
+    place: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 2)
+    load = step_index.load
+
+    async def fails(tier: Tier, step: StepId) -> StepIndex:
+        if tier.name == "own":
+            raise error("by script")
+        return await load(tier, step)
+
+    monkeypatch.setattr(stale.step_index, "load", fails)
+    async with CheckpointStore.open(with_disk("a", place)) as store:
+        monkeypatch.undo()
+        assert_restored(await store.restore(2, resume=False), state(2))
+        assert_restored(await store.restore(), state(2))
 
 
 @pytest.mark.parametrize("mounted_late", [False, True])
