@@ -7,17 +7,15 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from tieredckpt.concurrency import in_thread, whole
+from tieredckpt.concurrency import whole
 from tieredckpt.engine.keeping.safety import check_unread, why_not
 from tieredckpt.engine.opening.scan import is_unchanged, look_again
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
-from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import IndeterminateDelete, Stale
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepEvicted
-from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["Evictor"]
@@ -173,9 +171,8 @@ class Evictor:
             tier.steps.leaving.discard(step)
             self._state.changed.notify()
 
-    async def drop_unreadable(self, step: StepId, tier: Tier, ram: Ram) -> None:
+    async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
         """Drop a step with a damaged index from RAM; its extents become free when the folder is opened again."""
-        await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
         await commit_file.retract(tier, step)
         self._state.changed.notify()
 

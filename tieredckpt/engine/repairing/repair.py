@@ -215,7 +215,7 @@ async def repair_index(
             await commit_file.commit(tier, remembered.record, remembered.arrays, only_anew=True)
         return
     if ram is not None:
-        await collector.evictor.drop_unreadable(step, tier, ram)
+        await collector.evictor.drop_unreadable(step, tier)
         return
     if not tier.steps.keeps(step):
         return  # it was evicted since it could not be read
