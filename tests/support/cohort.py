@@ -97,6 +97,11 @@ class Cohort:
         async with asyncio.timeout(SOON):
             await self.all(lambda store, rank: store._life.loop.call(known(store)))
 
+    def unreceived(self, rank: int) -> set[str]:
+        """Topics of the messages that have come to a rank, and that no call of it has received."""
+        communicator = self.stores[rank]._life.engine.mode.ranked.group.communicator
+        return {topic for _, topic in tuple(communicator._ends[rank].inbox._early)}
+
     def read(self, rank: int) -> int:
         """Bytes that a rank has read of packs on the shared tier since it was opened."""
         blobs = self.stores[rank]._life.engine.state.tier("disk").blobs

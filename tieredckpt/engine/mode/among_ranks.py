@@ -152,6 +152,7 @@ class AmongRanks(Alone):
         await self.ranked.group.all_sent()
 
     async def restoring(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        self._refuse()  # after the restore it would count as another save
         return await self.ranked.restores.together(work)
 
     async def look_up(self, wanted: Wanted) -> tuple[StepId, StepRecord] | None:

@@ -157,6 +157,26 @@ async def test_a_rank_0_that_does_not_tell_keeps_no_save_waiting(place: Place, m
             assert_whole(restored, 1)
 
 
+@pytest.mark.parametrize("how", ["late", "cancelled"])
+async def test_an_answer_that_nobody_waits_for_leaves_its_memory(
+    place: Place, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how == "late":
+        limit(monkeypatch, find_within=0.1)
+    async with place.open() as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        held = ranks.world.hold(0, "send", topic="found/*")
+        saving = asyncio.create_task(ranks.save(2, 1, ranks=[1]))
+        await held.reached()
+        if how == "cancelled":
+            saving.cancel()
+        await asyncio.wait([saving])
+        held.release()
+        await ranks.save(2, 1, ranks=[0, 2])
+        await ranks.reached(await ranks.save(3, 1), "disk")
+        assert not ranks.unreceived(1)
+
+
 async def test_a_tier_that_rank_0_cannot_read_is_written_to_anew(place: Place) -> None:
     async with place.open() as ranks:
         await ranks.reached(await ranks.save(1), "disk")

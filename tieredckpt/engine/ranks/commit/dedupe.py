@@ -35,6 +35,8 @@ class Dedupe:
         self._group = group
         self._attempts = attempts
         self._asked = 0
+        self._to_come: set[int] = set()
+        """Questions that this rank has given up, and whose answers it has not received."""
         self._unanswered = ""
         self.attempt = ""
         """The attempt of the save under way on this rank."""
@@ -46,16 +48,26 @@ class Dedupe:
         """
         if self._group.deserted or self._unanswered == self.attempt:
             return {}
+        await self._discard()
         self._asked += 1
-        self._group.report(Find(self._asked, self.attempt, tier.name, dict(sizes)))
-        within = limits.in_force.find_within
+        asked, within = self._asked, limits.in_force.find_within
+        self._group.report(Find(asked, self.attempt, tier.name, dict(sizes)))
+        self._to_come.add(asked)
         try:
-            found = await self._group.communicator.recv(COORDINATOR, f"found/{self._asked}", timeout=within)
+            found = await self._group.communicator.recv(COORDINATOR, f"found/{asked}", timeout=within)
         except RanksUnavailable:
             _log.warning("rank %d has not told what tier %r has within %g s", COORDINATOR, tier.name, within)
             self._unanswered = self.attempt
             return {}
+        self._to_come.discard(asked)
         return decode(found, dict[bytes, Extent])
+
+    async def _discard(self) -> None:
+        """Receive the answers to questions that were given up, or they would be kept for good."""
+        for asked in tuple(self._to_come):
+            with suppress(RanksUnavailable):  # it has not come yet
+                await self._group.communicator.recv(COORDINATOR, f"found/{asked}", timeout=0)
+                self._to_come.discard(asked)
 
     async def answer(self, rank: int, asked: Find) -> None:
         """At rank 0: tell a rank which of its chunks the tier has."""

@@ -457,6 +457,22 @@ async def test_a_save_that_a_rank_calls_again_without_what_was_refused_is_made_b
         await works(ranks, 2)
 
 
+@pytest.mark.parametrize("hurt", [0, 1])
+async def test_a_save_that_is_refused_before_a_restore_costs_none_after_it(place: Place, hurt: int) -> None:
+    """Its rank voted on it after the restore, as on another save: the ranks waited in vain for votes on both."""
+    async with place.open() as ranks:
+        await works(ranks, 1)
+        await ranks.save(2, ranks=[rank for rank in range(SIZE) if rank != hurt])
+        with pytest.raises(Invalid, match="bad"):
+            await ranks[hurt].save(2, part(2, hurt, SIZE) | {"bad": object()})
+        for restored in await ranks.restored():
+            assert_whole(restored, 1)
+        for event in await ranks.failed(step=2):
+            assert event.ranks == (hurt,)
+        await works(ranks, 2)
+        assert not ranks.unreceived(0)
+
+
 @pytest.mark.parametrize("call", ["invalid", "saved before"])
 async def test_a_save_that_no_rank_can_make_costs_no_other(place: Place, call: str) -> None:
     """Whenever each of them hears of it, they number the saves that they go on to make alike."""
