@@ -351,8 +351,10 @@ class Replication:
             await receive_part(self._state, transfer, self.kept[part], source, self._let_older_go)
             return
         step = await receive_part(self._state, transfer, self._own, source, self._collector.make_room)
-        steps = self._own.steps
-        steps.agree((steps.held.get(step) or steps.parts[step]).record)
+        if (held := self._own.steps.held.get(step)) is None:  # all ranks have evicted it meanwhile
+            await self._collector.evictor.drop_part(step, self._own)
+            return
+        self._own.steps.agree(held.record)
         self._state.changed.notify()
 
     async def _let_older_go(self, tier: Tier, enough: Callable[[], bool]) -> None:

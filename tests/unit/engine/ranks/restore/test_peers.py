@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from reliability.ranks import World
 from support.cohort import DEADLINE, RanksPlace, cohort, part, stores_of
 from support.insight import mapped_below, opened_below
-from support.scenes import config, crash, folder, ram, ram_in
+from support.scenes import SOON, config, crash, folder, ram, ram_in
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.store import RamStore
@@ -21,7 +22,8 @@ from tieredckpt.engine.ranks.restore.transfer import PEERS
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.errors import Invalid, TierUnavailable
-from tieredckpt.events import ReplicationFailed
+from tieredckpt.events import ReplicationFailed, StepEvicted
+from tieredckpt.format.manifest import StepId
 
 TWO_NODES = "aabb"
 REPLICAS = {"ram_settings": {"replicas": 2}, "disk_settings": {"promote": "never"}}
@@ -93,6 +95,33 @@ async def test_a_part_that_came_back_is_promoted_from_where_it_is_now(place: Ran
         await ranks.replicated(2)  # the copies of step 1 have gone
         await ranks[0].promote(1, "disk")
         assert await ranks[0].where(1) == ("ram", "disk")
+
+
+async def test_a_part_that_comes_back_after_its_step_was_evicted_brings_the_step_to_no_rank(
+    place: RanksPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the rank that it came to, the step counted as held in RAM, though no other rank had its part of it."""
+    receive_part, may_come = replication.receive_part, threading.Event()
+    may_come.set()
+
+    async def late(*arguments: Any) -> StepId:
+        assert await asyncio.to_thread(may_come.wait, SOON)
+        return await receive_part(*arguments)
+
+    monkeypatch.setattr(replication, "receive_part", late)
+    disk = {"disk_settings": {"promote": "always"}}
+    async with place.open(**disk) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        await ranks.replicated(1)
+    place.lose_ram("a")
+    may_come.clear()
+    async with place.open(**disk) as ranks:
+        await ranks.reached(await ranks.save(2), "disk")
+        for heard in ranks.heard:
+            await heard.first(StepEvicted, lambda event: (event.step, event.tier) == (1, "ram"))
+        may_come.set()
+        await ranks.copied(2)
+        assert [await store.where(1) for store in ranks.stores] == [("disk",)] * 4
 
 
 async def test_ranks_that_change_their_nodes_find_their_parts_and_copy_them_anew(
