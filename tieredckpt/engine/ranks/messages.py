@@ -67,7 +67,7 @@ class Save(msgspec.Struct, frozen=True):
     failing: tuple[str, ...] = ()
     """Shared tiers that this rank cannot use at present."""
     given_up: tuple[str, ...] = ()
-    """Earlier attempts that this rank has voted for and given up: rank 0 may not have asked for what it sent."""
+    """Earlier attempts on which this rank has voted, in vain: rank 0 may not have received what it sent."""
 
 
 class Catalog(msgspec.Struct, frozen=True):

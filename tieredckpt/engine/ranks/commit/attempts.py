@@ -31,7 +31,7 @@ class Attempts:
         self.voted: dict[str, StepId | None] = {}
         """Attempts on which this rank has voted and rank 0 has not decided, and the step that the vote is for.
 
-        Rank 0 has its votes against a step here too, with None: the other ranks wait for its decision.
+        None for a vote against a step: the other ranks wait for the decision all the same.
         """
 
     def begin(self, step: int) -> str:
@@ -43,11 +43,16 @@ class Attempts:
         self._copying.add(attempt)
         return attempt
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Count the saves of each step from 0 again, as all ranks do at a restore."""
+    def begin_epoch(self, epoch: int, *, decides: bool) -> None:
+        """Count the saves of each step from 0 again, as all ranks do at a restore.
+
+        Unless this rank ``decides``, it forgets the votes against steps: rank 0 may never make these saves.
+        """
         self._epoch = epoch
         self._saves.clear()
         self._aborted = {attempt: reason for attempt, reason in self._aborted.items() if attempt in self._copying}
+        if not decides:
+            self.voted = {attempt: step for attempt, step in self.voted.items() if step is not None}
 
     def end_copy(self, attempt: str) -> str | None:
         """This rank has its part, or none; returns why the others have aborted the attempt meanwhile, if they have."""

@@ -10,11 +10,12 @@ from tieredckpt.engine.ranks.communicator import COORDINATOR, Communicator
 from tieredckpt.engine.ranks.messages import Save
 from tieredckpt.engine.ranks.reopen import is_unavailable_here
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.wire_types import decode
 from tieredckpt.errors import Conflict, RanksUnavailable
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["FailingHere", "check", "discard", "failing", "named", "not_committed"]
+__all__ = ["FailingHere", "check", "failing", "given_up", "named", "not_committed"]
 
 _LONGEST = 10
 """A failure names its tier in at most 2 to this power votes."""
@@ -69,13 +70,16 @@ def check(saves: Mapping[int, Save]) -> None:
         raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
 
 
-async def discard(communicator: Communicator, saves: Mapping[int, Save]) -> None:
+async def given_up(communicator: Communicator, saves: Mapping[int, Save]) -> list[Save]:
     """At rank 0: receive what ranks have sent for attempts that they gave up, or it would be kept for good."""
+    votes: list[Save] = []
     for rank, save in saves.items():
         for attempt in save.given_up if rank != COORDINATOR else ():
-            for topic in (f"saved/{attempt}", f"replicas/{attempt}"):
-                with suppress(RanksUnavailable):  # it was received, or never sent
-                    await communicator.recv(rank, topic, timeout=0)
+            with suppress(RanksUnavailable):  # it was received, or never sent
+                votes.append(decode(await communicator.recv(rank, f"saved/{attempt}", timeout=0), Save))
+            with suppress(RanksUnavailable):
+                await communicator.recv(rank, f"replicas/{attempt}", timeout=0)
+    return votes
 
 
 def failing(saves: Mapping[int, Save]) -> tuple[str, ...]:

@@ -64,13 +64,13 @@ class Votes:
         self.coordinator = Coordinator(state, group, self.attempts, self._comparison, departed)
         self._failing_here = ballots.FailingHere(state)
         self._given_up: list[str] = []
-        """Attempts that this rank has voted for and given up since its last vote."""
+        """Attempts on which this rank has voted, and which were not committed, since its last vote."""
         state.membership.part_dropped = self._report_dropped
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin the restore of that epoch, as all ranks do."""
         self.dedupe.begin_epoch()
-        self.attempts.begin_epoch(epoch)
+        self.attempts.begin_epoch(epoch, decides=self._group.coordinates)
 
     # -- this rank's vote ---------------------------------------------------------------------------------
 
@@ -93,9 +93,9 @@ class Votes:
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
         """Vote no, behind the training: this rank has no part."""
-        self.attempts.end_copy(attempt)
-        if self._group.coordinates:
-            self.attempts.voted[attempt] = None
+        if self.attempts.end_copy(attempt) is not None:
+            return  # rank 0 has decided, and would not receive the vote
+        self.attempts.voted[attempt] = None
         ballot = self._ballot(0, failure=Failure.of(error))
         self._group.start_last(self._vote(attempt, StepId(0, step), ballot), f"vote on step {step}")
 
@@ -131,13 +131,14 @@ class Votes:
         if self._group.coordinates:
             await self._decide(attempt, step, ballot)
             return
-        deadline = asyncio.get_running_loop().time() + self._group.patience
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._group.patience
         try:
             await self._group.gather(f"saved/{attempt}", encode(ballot))
         except RanksUnavailable as error:
             self._mark_indeterminate(attempt, str(error))
             return
-        while attempt in self.attempts.voted and (left := deadline - asyncio.get_running_loop().time()) > 0:
+        while self.attempts.voted.get(attempt) is not None and (left := deadline - loop.time()) > 0:
             await self._state.changed.wait(left)
         self._mark_indeterminate(attempt, f"rank 0 has not decided on it within {self._group.deadline:g} s")
 
@@ -208,8 +209,11 @@ class Votes:
         if self.attempts.voted.get(aborted.attempt) is not None:
             await self._give_up(aborted.attempt, aborted.ranks, aborted.reason)
         else:
-            self.attempts.voted.pop(aborted.attempt, None)
-            self.attempts.abort_early(aborted.attempt, aborted.reason)
+            if aborted.attempt in self.attempts.voted:
+                del self.attempts.voted[aborted.attempt]
+                self._given_up.append(aborted.attempt)  # rank 0 may have decided before the vote came
+            else:
+                self.attempts.abort_early(aborted.attempt, aborted.reason)
             self._fail(step, aborted.ranks, aborted.reason)
         await self._give_up_older(step, aborted.open)
 

@@ -16,12 +16,12 @@ import pytest
 from support.cohort import DEADLINE, Cohort, assert_whole, part
 from support.cohort import RanksPlace as Place
 from support.limits import limit
-from support.scenes import SOON, ram
+from support.scenes import SOON, folder, ram
 
 from tieredckpt import CheckpointStore, Shard
 from tieredckpt.checkpoint import Checkpoint
 from tieredckpt.engine.ranks import ranked
-from tieredckpt.errors import Conflict, Invalid, NotFound, RanksUnavailable
+from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, RanksUnavailable
 from tieredckpt.events import CommitFailed, SaveSkipped, StepCommitted, StepEvicted
 from tieredckpt.testing.faulty import Hold
 
@@ -530,3 +530,53 @@ async def test_a_step_of_which_a_rank_has_dropped_its_part_replaces_no_good_copy
     async with place.open(2, tiers=tiers) as ranks:
         for restored in await ranks.restored():
             assert_whole(restored, 1)
+
+
+async def test_of_a_part_that_left_with_a_vote_that_came_too_late_all_ranks_know(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    """Rank 0 dropped that vote unread: a restore of the step found it lost, and it counted as a good copy."""
+    tiers = {
+        "ram": ram(shared_memory, capacity=2_000_000, on_close="keep", retain={"kind": "last_n", "n": 9}),
+        "disk": folder(tmp_path / "disk", promote="never"),
+    }
+
+    async def saved(ranks: Cohort, step: int) -> list[Checkpoint]:
+        more = {"more": np.random.default_rng(step).integers(0, 255, 300_000, np.uint8)}  # rank 1 has RAM for two steps
+        trees = [part(step, 0, 2), part(step, 1, 2) | {"own": more}]
+        return await ranks.all(lambda store, rank: store.save(step, trees[rank]))
+
+    async with Place(shared_memory, tmp_path / "disk", 2).open(tiers=tiers, crashing=True) as ranks:
+        for step in (1, 2):
+            await ranks.reached(await saved(ranks, step), "ram")
+        ranks.let_wait(DEADLINE)
+        held = ranks.world.hold(1, "send", topic="saved/*")
+        await saved(ranks, 3)
+        await ranks.failed(step=3)
+        held.release()
+        ranks.let_wait(SOON)
+        await ranks.reached(await saved(ranks, 4), "ram")
+        assert [[info.step for info in await store.steps()] for store in ranks.stores] == [[2, 4], [2, 4]]
+        with pytest.raises(NotFound):
+            await ranks.restored(1)
+
+
+@pytest.mark.parametrize("when", ["before it is sent", "while it is on the way"])
+async def test_a_vote_against_a_save_that_was_decided_leaves_its_memory(place: Place, when: str) -> None:
+    async with place.open() as ranks:
+        ranks.let_wait(DEADLINE)
+        others = [rank for rank in range(SIZE) if rank != 1]
+        held = ranks.world.hold(1, "send", topic="saved/*")
+        with failing(ranks[1], NoSpace("by script")), held_up(ranks[1], early=True) as (is_held, go_on):
+            if when == "while it is on the way":
+                go_on.set()
+            saving = asyncio.create_task(ranks.save(1, ranks=[1]))
+            assert await asyncio.to_thread(is_held.wait, SOON)
+            await ranks.save(1, ranks=others)
+            await ranks.failed(step=1)
+            go_on.set()
+            await asyncio.gather(saving, return_exceptions=True)
+        held.release()
+        ranks.let_wait(SOON)
+        await works(ranks, 2)
+        assert not ranks.unreceived(0)
