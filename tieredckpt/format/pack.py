@@ -110,7 +110,7 @@ def footer_range(last_block: bytes, size: int) -> tuple[int, int]:
     Raises:
         Corrupt: the file is not a whole pack.
     """
-    if len(last_block) != TRAILER_BLOCK or size < TRAILER_BLOCK or size % TRAILER_BLOCK:
+    if len(last_block) != TRAILER_BLOCK or size % TRAILER_BLOCK:
         raise Corrupt(f"a file of {size} bytes is no whole pack: it is no multiple of {TRAILER_BLOCK}")
     end, count = _parse_trailer(last_block)
     length = _footer_length(count)
@@ -136,7 +136,7 @@ def decode_footer(footer: bytes, size: int) -> list[PackEntry]:
 
 def decode_table(footer: bytes, size: int) -> NDArray[Any]:
     """Decode a footer into one read-only array of dtype `RECORD` over ``footer``; for many entries."""
-    if len(footer) < TRAILER_BLOCK or len(footer) % TRAILER_BLOCK:
+    if len(footer) < TRAILER_BLOCK:
         raise Corrupt(f"a pack footer of {len(footer)} bytes is cut")
     end, count = _parse_trailer(footer)
     if len(footer) != _footer_length(count) or end + len(footer) != size:

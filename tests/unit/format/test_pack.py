@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.pack import (
+    MAX_CHUNKS,
     TRAILER_BLOCK,
     PackEntry,
     decode_footer,
@@ -127,7 +128,7 @@ def test_an_entry_outside_the_data_is_refused_on_both_ways(offset: int, length: 
         decode_footer(sealed(forged), SIZE)
 
 
-@pytest.mark.parametrize("count", [0, 2, 126, 127, 1 << 40, (1 << 64) - 1])
+@pytest.mark.parametrize("count", [0, 2, 126, 127, 1000, 1 << 40, (1 << 64) - 1])
 def test_a_count_that_the_footer_cannot_have_is_refused_or_covered(count: int) -> None:
     forged = bytearray(FOOTER)
     forged[-16:-8] = struct.pack("<Q", count)
@@ -137,6 +138,24 @@ def test_a_count_that_the_footer_cannot_have_is_refused_or_covered(count: int) -
         return
     with pytest.raises(Corrupt):
         decode_footer(footer, SIZE)
+
+
+def test_a_reader_is_never_sent_for_a_footer_that_is_larger_than_the_largest() -> None:
+    for count in (MAX_CHUNKS, MAX_CHUNKS + 1):
+        forged = bytearray(FOOTER)
+        forged[-16:-8] = struct.pack("<Q", count)
+        length = -(-(32 * count + 40) // TRAILER_BLOCK) * TRAILER_BLOCK
+        size = 12288 + length  # as a file with a hole has it
+        if count <= MAX_CHUNKS:
+            assert footer_range(bytes(forged), size) == (12288, length)
+        else:
+            with pytest.raises(Corrupt):
+                footer_range(bytes(forged), size)
+
+
+def test_no_pack_is_written_with_more_chunks_than_can_be_read() -> None:
+    with pytest.raises(Invalid):
+        encode_footer([PackEntry(bytes(16), 0, 1)] * (MAX_CHUNKS + 1), 4096)
 
 
 @pytest.mark.parametrize(
