@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.insight import opened_below
 from support.posix_files import LARGE, SMALL, Calls, files, sizes
 
 from tieredckpt.blobs.base import Free, Survives
 from tieredckpt.blobs.posix import transfer
-from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.wrap import Metered
-from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
 from tieredckpt.testing.backdoor import aligned, listed, pattern, verbs
 
 pytestmark = pytest.mark.usefixtures("never_blocked_loop")
@@ -220,13 +220,18 @@ class TestDurability:
         assert len(caplog.records) == 1
 
     @sizes
+    @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
     async def test_a_name_that_was_not_synced_is_an_error(
-        self, store: PosixStore, nbytes: int, monkeypatch: pytest.MonkeyPatch
+        self, store: PosixStore, nbytes: int, number: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(self: Folders, folder: Path) -> None:
-            raise OSError(errno.ENOSPC, "no room for the journal")
+        real = os.fsync
 
-        monkeypatch.setattr(Folders, "_sync_names", fail)
+        def only_files(fd: int) -> None:
+            if stat.S_ISDIR(os.fstat(fd).st_mode):
+                raise OSError(number, os.strerror(number))
+            real(fd)
+
+        monkeypatch.setattr(os, "fsync", only_files)
         with pytest.raises(TierUnavailable, match="not synced"):
             await store.put("key", [bytes(nbytes)])
 
@@ -388,6 +393,25 @@ class TestForeignFiles:
         await store.delete("key")
         assert (tmp_path / "slab").exists()
         await store.close()
+
+    async def test_no_verb_leaves_a_file_or_folder_open(self, tmp_path: Path, root: Path, store: PosixStore) -> None:
+        os.mkfifo(root / "pipe")
+        for key, size in (("a/small", SMALL), ("a/large", LARGE)):
+            await store.put(key, [pattern(size)])
+            assert await store.get(key, limit=size) == pattern(size)
+            await store.get_into(key, 0, memoryview(bytearray(size)))
+            await store.get_into(key, 1, memoryview(bytearray(size - 1)))
+            with pytest.raises(ShortRead):
+                await store.get_into(key, 1, memoryview(bytearray(size)))
+            with pytest.raises(Corrupt):
+                await store.get(key, limit=size - 1)
+        for missing in ("pipe", "a"):
+            with pytest.raises((Corrupt, NotFound)):
+                await store.get(missing, limit=100)
+        assert await store.sweep(0) == 0
+        await listed(store)
+        await store.delete("a/large")
+        assert not opened_below(tmp_path)
 
     async def test_a_pipe_is_refused_and_hangs_nobody(self, root: Path, store: PosixStore) -> None:
         os.mkfifo(root / "key")
