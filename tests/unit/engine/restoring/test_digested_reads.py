@@ -11,7 +11,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import flip_chunk, tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_restored, config, files_below, folder, ram, tree
+from support.scenes import CHUNK, Heard, assert_restored, config, files_below, folder, ram, tree
 
 from tieredckpt import CheckpointStore, Shard
 from tieredckpt.blobs.base import GetDigested, Stretch
@@ -19,6 +19,7 @@ from tieredckpt.engine.restoring import reader
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.errors import NotFound
+from tieredckpt.events import ChunkRepaired
 from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.manifest import Chunk
 from tieredckpt.format.ocdbt import Extent
@@ -211,9 +212,11 @@ async def test_bytes_that_came_wrong_once_do_not_count_as_damage(
     async with CheckpointStore.open(settings) as store:
         await (await store.save(1, tree(1))).reached("disk")
     async with CheckpointStore.open(settings) as store:
+        heard = Heard(store)
         faults["disk"].flip("get_into", 7, key="packs/*")
         assert_restored(await store.restore(), tree(1))
         await store.flush()
+        assert not heard.of(ChunkRepaired)
         assert not tier_of(store, "disk").steps.impaired
         assert not any("could not be repaired" in record.getMessage() for record in caplog.records)
 

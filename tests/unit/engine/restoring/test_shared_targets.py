@@ -115,6 +115,15 @@ def test_pieces_of_arrays_are_told_apart_by_what_they_are_pieces_of(store: SyncS
         store.restore(keys=["embed"], into={"embed": Sharded([piece(0), piece(SIZE)])})
 
 
+def test_one_memory_of_two_shapes_is_refused_for_pieces_too(store: SyncStore) -> None:
+    whole = floats(1, 64).reshape(8, 8)
+    store.save(1, {"embed": whole, "head": whole.copy()})
+    memory = np.zeros(8, np.float32)
+    pieces = {"embed": memory.reshape(2, 4), "head": memory.reshape(4, 2)}
+    with pytest.raises(Invalid, match="share memory"):
+        store.restore(into={key: Shard(piece, whole.shape, (0, 0)) for key, piece in pieces.items()})
+
+
 def test_many_leaves_are_looked_at_in_a_moment() -> None:
     memory = np.zeros((50_000, 2))
     nothing: Any = None

@@ -23,7 +23,7 @@ from support.frameworks import need_modules, require
 from support.insight import arrays_in, bytes_of_listed_steps, flip_chunk, mapped_below, opened_below, slab_of, tier_of
 from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, folder, new_shared_folder, ram
 
-from tieredckpt import CheckpointStore, Restored
+from tieredckpt import AS_SAVED, CheckpointStore, Restored
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.errors import Corrupt, Invalid
@@ -105,6 +105,15 @@ async def test_views_take_the_shape_of_a_tree_that_is_alike(two_tiers: StoreConf
         await store.save(1, state(1))
         restored = await store.restore(like=state(2), copy=False)
         assert_restored(restored, state(1))
+        assert lies_in_ram(restored.tree["many"])
+
+
+async def test_what_comes_back_as_it_was_saved_is_seen_where_it_is_an_array(two_tiers: StoreConfig) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(1, state(1))
+        restored = await store.restore(like=state(0) | {"many": AS_SAVED}, copy=False)
+        assert restored is not None
+        assert_same(restored.tree, state(1))
         assert lies_in_ram(restored.tree["many"])
 
 
@@ -331,6 +340,7 @@ HOWS: dict[str, Callable[[], dict[str, Any]]] = {
     "jax": lambda: {"as_": "jax"},
     "like": lambda: {"like": {"w": require("torch").zeros(CHUNK // 4), "b": np.float32(0)}},
     "cast": lambda: {"like": {"w": np.zeros(CHUNK // 4, np.float16), "b": 0.0}, "cast": True},
+    "as it was saved": lambda: {"like": {"w": AS_SAVED, "b": np.float32(0)}},
 }
 
 
@@ -339,8 +349,9 @@ async def test_what_is_no_view_of_ram_is_verified_before_it_is_handed_out(two_ti
     if how in ("torch", "jax"):
         need_modules(how)
     tree = {"w": np.ones(CHUNK // 4, np.float32), "b": np.float32(2)}
+    saved = tree | {"w": require("torch").ones(CHUNK // 4)} if how == "as it was saved" else tree
     async with CheckpointStore.open(two_tiers) as store:
-        await store.save(1, tree)
+        await store.save(1, saved)
         await store.flush()
         await flip_chunk(store, "ram", 1, "w")
         restored = await store.restore(copy=False, **HOWS[how]())
