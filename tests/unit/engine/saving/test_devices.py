@@ -264,17 +264,18 @@ async def test_when_a_save_has_ended_no_device_writes_for_it_and_what_failed_lea
         shutil.rmtree(memory)
 
 
+@pytest.mark.parametrize(("of", "name"), [(FakeDevice, "stream"), (FakeStream, "copy_out")])
 async def test_a_device_that_begins_no_copy_leaves_nothing_in_the_slab(
-    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    of: type, name: str, tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(_: object) -> None:
+    def fails(*_: object) -> None:
         raise DeviceUnavailable("device fake:0: out of memory")
 
     with FakeDriver() as driver:
         (device,) = driver.devices
         async with CheckpointStore.open(tiers) as store:
             array = device.array(np.ones(8 * CHUNK, np.uint8))
-            monkeypatch.setattr(FakeDevice, "stream", fails)
+            monkeypatch.setattr(of, name, fails)
             with pytest.raises(DeviceUnavailable, match="out of memory"):
                 await store.save(1, {"w": array})
             ram = store._life.engine.state.tiers[0].ram

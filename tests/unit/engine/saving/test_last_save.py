@@ -221,6 +221,25 @@ async def test_an_array_that_cannot_be_read_again_keeps_no_other_from_its_check(
         await store.save(2, tree)
         await store.flush()
         assert heard.of(FrozenChanged) == [FrozenChanged(2, "here", 1)]
+        monkeypatch.setattr(frozen, "cells_of", cells_of)
+        tree["gone"][0] += 1
+        await store.save(3, tree)
+        await store.flush()
+        assert FrozenChanged(3, "gone", 1) in heard.of(FrozenChanged)  # step 2 was not checked
+
+
+async def test_a_check_at_its_own_pace_reads_every_chunk(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing hurries it: it waits after each chunk, as it does in a training."""
+    limit(monkeypatch, frozen_rate=20.0 * CHUNK)
+    base = values(0)
+    async with opened(shared_memory, tmp_path, "base") as store:
+        heard = Heard(store)
+        await store.save(1, {"base": base})
+        base[-1] += 1
+        await store.save(2, {"base": base})
+        assert await heard.first(FrozenChanged) == FrozenChanged(2, "base", 1)
 
 
 async def test_closing_does_not_wait_for_a_slow_check(
