@@ -86,9 +86,10 @@ class Folders:
         """
         try:
             if not is_folder(self.root):
+                missing = [path for path in (self.root, *self.root.parents) if not is_folder(path)]
                 if not self.exact:
                     self.root.parent.mkdir(parents=True, exist_ok=True)
-                for path in reversed([path for path in (self.root, *self.root.parents) if not is_folder(path)]):
+                for path in reversed(missing if self.exact else [self.root]):
                     try:
                         self._make_one(path)
                     except FileExistsError:
@@ -96,7 +97,8 @@ class Folders:
                             raise
                         self._complete(path)
                 if self.fsync:
-                    self.sync(self.root.parent)
+                    for path in missing:
+                        self.sync(path.parent)
             found = os.stat(self.root)
         except OSError as error:
             raise unusable(error, self.root) from error

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import time
 from collections.abc import Awaitable, Callable
@@ -169,6 +170,15 @@ class TestDurability:
         assert synced == [f"{root}/a/b"]
 
     @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+    async def test_the_names_of_a_new_root_and_of_the_folders_above_it_are_synced(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        synced = self.synced(monkeypatch)
+        store = await asyncio.to_thread(PosixStore, tmp_path / "new/newer/root")
+        await store.close()
+        assert {str(tmp_path), f"{tmp_path}/new", f"{tmp_path}/new/newer"} <= set(synced)
+
+    @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
     async def test_a_folder_that_was_pruned_is_synced_anew(
         self, root: Path, store: PosixStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -183,6 +193,10 @@ class TestDurability:
         await store.delete("a/b/key")
         synced.clear()
         (root / "a/b").mkdir(parents=True)  # by another process, which may not have synced it
+        await store.put("a/b/key", [b"x"])
+        assert set(synced[2:]) == {str(root), f"{root}/a"}
+        shutil.rmtree(root / "a")  # by another process
+        synced.clear()
         await store.put("a/b/key", [b"x"])
         assert set(synced[2:]) == {str(root), f"{root}/a"}
 
