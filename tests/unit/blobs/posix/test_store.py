@@ -252,6 +252,7 @@ class TestDurability:
 
 FAILURES = [
     ("open", errno.EACCES, TierUnavailable),
+    ("open", errno.ENOENT, TierUnavailable),
     ("fsync", errno.EIO, TierUnavailable),
     ("fsync", errno.ENOSPC, NoSpace),
     ("fsync", errno.EDQUOT, NoSpace),
