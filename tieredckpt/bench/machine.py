@@ -55,7 +55,7 @@ def _processor() -> str:
 def _file_system(folder: Path) -> tuple[str, str]:
     """Device and type of the file system of ``folder``."""
     try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines()]
     except OSError:
         return "unknown", "unknown"
     above = {str(folder), *map(str, folder.parents)}

@@ -39,7 +39,7 @@ def memory_limit(
 def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
     of_version_1, of_version_2 = ["/"], ["/"]
     with contextlib.suppress(OSError, ValueError):
-        for line in membership.read_text().splitlines():
+        for line in membership.read_text(errors="surrogateescape").splitlines():
             hierarchy, controllers, path = line.split(":", 2)
             if hierarchy == "0":
                 of_version_2.append(path)

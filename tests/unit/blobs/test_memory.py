@@ -49,6 +49,13 @@ def test_of_version_1_the_memory_controllers_group_limits(tmp_path: Path) -> Non
     assert limit_of(tmp_path, membership, memory__memory_bytes=600)[0] == 600
 
 
+def test_a_group_whose_name_is_no_text_limits_as_any(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"jobs/\xff")).mkdir(parents=True)
+    (tmp_path / os.fsdecode(b"jobs/\xff/memory.max")).write_text("1000")
+    (tmp_path / "membership").write_bytes(b"0::/jobs/\xff\n")
+    assert memory_limit(groups=tmp_path, membership=tmp_path / "membership")[0] == 1000
+
+
 @pytest.mark.parametrize("value", [UNLIMITED, "max", "", "nonsense"])
 def test_what_is_no_limit_is_passed_over(tmp_path: Path, value: int | str) -> None:
     found = limit_of(tmp_path, "4:memory:/a\n0::/a\n", memory__a__memory_bytes=value, a__memory_max=value)
