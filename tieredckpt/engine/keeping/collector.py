@@ -93,6 +93,8 @@ class Collector:
         Steps that still wait for their promotion stay. Retained steps leave RAM when a slower tier holds them, for the
         slab is a cache; so do a rank's parts of steps that are not committed, once that is decided.
         """
+        if tier.in_memory:  # what is leaving already may make the room
+            await self._state.changed.until(lambda: not tier.steps.leaving)
         await self.evictor.reclaim_unread(tier)
         if enough():
             return True

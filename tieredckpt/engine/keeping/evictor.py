@@ -60,8 +60,8 @@ class Evictor:
             tier.steps.leaving.discard(step)
             if not tier.steps.keeps(step):  # also where a cancellation came too late
                 self._gone(step, tier)
-            elif step in tier.steps.damaged:
-                self._state.changed.notify()  # wakes the task that checks whether it is gone
+            elif tier.in_memory or step in tier.steps.damaged:
+                self._state.changed.notify()  # wakes who waits for its memory, or checks whether it is gone
 
     async def _retract(self, step: StepId, tier: Tier) -> None:
         """Retract a step, also if a full device has no room for a lease: the lease then takes the room of the step."""

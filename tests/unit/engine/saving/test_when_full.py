@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.scenes import CHUNK, SOON, Heard, assert_restored, config, folder, 
 
 from tieredckpt import Checkpoint, CheckpointStore
 from tieredckpt.blobs.ram import store as ram_store
+from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
@@ -224,6 +226,39 @@ async def test_skip_evicts_what_is_promoted_before_it_skips(scene: Any) -> None:
 
 
 # -- replace ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when_full", ["wait", "skip", "replace"])
+async def test_a_save_takes_the_room_of_a_step_that_is_leaving(
+    scene: Any, monkeypatch: pytest.MonkeyPatch, when_full: str
+) -> None:
+    """It was skipped, or replaced another step, while memory was about to become free."""
+    begun, go_on = threading.Event(), threading.Event()
+    retire = RamStore.retire
+
+    def late(self: RamStore, *arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(SOON)
+        return retire(self, *arguments)
+
+    async with scene(when_full, 2) as s:
+        s.gate.release()
+        await s.save(1)
+        await s.store.flush()
+        held = s.disk.hold("put", key="packs/*")
+        await s.save(2)
+        await held.reached()
+        monkeypatch.setattr(RamStore, "retire", late)
+        leaving = asyncio.create_task(s.store.evict(1, "ram"))
+        assert await asyncio.to_thread(begun.wait, SOON)
+        saving = asyncio.create_task(s.save(3))
+        assert await still_waits(saving)
+        go_on.set()
+        assert not (await saving).skipped
+        await leaving
+        assert await s.in_ram() == [2, 3]
+        held.release()
+        await s.check(1, 2, 3)
 
 
 async def test_replace_drops_the_oldest_snapshot_that_is_not_being_promoted(scene: Any) -> None:

@@ -136,6 +136,8 @@ class Votes:
         try:
             await self._group.gather(f"saved/{attempt}", encode(ballot))
         except RanksUnavailable as error:
+            self._departed.take_back(ballot.gone)
+            self._given_up += ballot.given_up
             self._mark_indeterminate(attempt, str(error))
             return
         while self.attempts.voted.get(attempt) is not None and (left := deadline - loop.time()) > 0:

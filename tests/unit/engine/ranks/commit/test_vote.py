@@ -532,14 +532,18 @@ async def test_a_step_of_which_a_rank_has_dropped_its_part_replaces_no_good_copy
             assert_whole(restored, 1)
 
 
-async def test_of_a_part_that_left_with_a_vote_that_came_too_late_all_ranks_know(
-    shared_memory: Path, tmp_path: Path
+@pytest.mark.parametrize("how", ["too late", "not at all"])
+async def test_of_a_part_that_left_with_a_vote_that_rank_0_did_not_count_all_ranks_know(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Rank 0 dropped that vote unread: a restore of the step found it lost, and it counted as a good copy."""
     tiers = {
         "ram": ram(shared_memory, capacity=2_000_000, on_close="keep", retain={"kind": "last_n", "n": 9}),
         "disk": folder(tmp_path / "disk", promote="never"),
     }
+
+    async def refused(topic: str, data: bytes) -> dict[int, bytes]:
+        raise RanksUnavailable(f"{topic} was not sent", [0])
 
     async def saved(ranks: Cohort, step: int) -> list[Checkpoint]:
         more = {"more": np.random.default_rng(step).integers(0, 255, 300_000, np.uint8)}  # rank 1 has RAM for two steps
@@ -551,8 +555,12 @@ async def test_of_a_part_that_left_with_a_vote_that_came_too_late_all_ranks_know
             await ranks.reached(await saved(ranks, step), "ram")
         ranks.let_wait(DEADLINE)
         held = ranks.world.hold(1, "send", topic="saved/*")
-        await saved(ranks, 3)
-        await ranks.failed(step=3)
+        with monkeypatch.context() as cut_off:
+            if how == "not at all":
+                held.release()
+                cut_off.setattr(ranks[1]._life.engine.mode.ranked.group, "gather", refused)
+            await saved(ranks, 3)
+            await ranks.failed(step=3)
         held.release()
         ranks.let_wait(SOON)
         await ranks.reached(await saved(ranks, 4), "ram")
