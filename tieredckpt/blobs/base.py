@@ -15,7 +15,8 @@ Errors (`tieredckpt.errors`), the same from every store:
 - `Conflict`: a create-only put found the key.
 - `TierUnavailable`: anything else that went wrong below; the foreign error is its ``__cause__``.
 - `Invalid`: a key outside the alphabet above, or a prefix that is neither empty nor a folder.
-- `Closed`: the store was closed. Behind `tieredckpt.blobs.wrap.Retrying`, as every tier is, it is `TierUnavailable`.
+- `Closed`: the store was closed. Behind `tieredckpt.blobs.wrap.Retrying`, as every tier is, it is `TierUnavailable`,
+  and so is any error that is none of these.
 
 Cancelling any verb leaves the store usable; a cancelled put has happened wholly or not at all. A cancelled
 verb ends when the store has let go of the caller's memory. Where that takes long, since a call hangs in the
