@@ -1,0 +1,141 @@
+"""What goes to a tier first, and how a tier that failed is taken up again."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from reliability.tiers import FaultyTiers
+from support.insight import tier_of
+from support.scenes import SOON, Heard, assert_restored, config, folder, ram, tree
+
+from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import Outgrown
+from tieredckpt.config import StoreConfig
+from tieredckpt.engine.tier import lease as lease_module
+from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.events import StepPromoted, TierFailed
+from tieredckpt.format.manifest import StepId
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def two_tiers(shared_memory: Path, disk: Path) -> StoreConfig:
+    return config({"ram": ram(shared_memory), "disk": folder(disk)})
+
+
+def step_of(store: CheckpointStore, number: int) -> StepId:
+    (found,) = [step for step in store._life.engine.state.records() if step.step == number]
+    return found
+
+
+async def on_disk(store: CheckpointStore, *numbers: int) -> None:
+    """Return when the disk has these steps."""
+    steps = tier_of(store, "disk").steps
+    async with asyncio.timeout(SOON):
+        await store._life.loop.call(
+            store._life.engine.state.changed.until(lambda: {*numbers} <= {held.step for held in steps.held})
+        )
+
+
+async def test_a_tier_that_comes_back_gets_the_newest_step_first(two_tiers: StoreConfig, faults: FaultyTiers) -> None:
+    """A restart would take it."""
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        faults.kill("disk")
+        for step in (1, 2, 3):
+            await store.save(step, tree(step))
+        await heard.first(TierFailed)
+        faults.revive("disk")
+        await on_disk(store, 1, 2, 3)
+    assert [event.step for event in heard.of(StepPromoted)] == [3, 2, 1]
+
+
+async def test_the_last_step_before_a_preemption_waits_for_no_older_one_and_that_comes_later(
+    two_tiers: StoreConfig, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        older = faults["disk"].hold("put", key="packs/*")
+        await store.save(1, tree(1))
+        await older.reached()
+        await store.save(2, tree(2))
+        engine = store._life.engine
+        async with asyncio.timeout(SOON):
+            await store._life.loop.call(engine.promote_at_once(step_of(store, 2), tier_of(store, "disk")))
+        assert not older.is_released
+        await on_disk(store, 1, 2)
+
+
+async def test_a_step_that_is_asked_for_interrupts_no_newer_one(
+    shared_memory: Path, disk: Path, faults: FaultyTiers
+) -> None:
+    each_second = {"promote": {"kind": "every_n_steps", "n": 2}}
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(disk, **each_second)})) as store:
+        await store.save(1, tree(1))
+        newer = faults["disk"].hold("put", key="packs/*")
+        await store.save(2, tree(2))
+        await newer.reached()
+        await store._life.loop.call(store._life.engine.give_way(step_of(store, 1), "disk"))
+        newer.release()
+        await on_disk(store, 2)
+        assert sum(call.verb == "put" and call.key.startswith("packs/") for call in faults["disk"].calls) == 1
+
+
+async def test_a_tier_whose_objects_lie_elsewhere_since_its_servers_changed_is_opened_anew_and_filled(
+    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+) -> None:
+    async with CheckpointStore.open(two_tiers) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        shutil.move(disk, disk.with_name("elsewhere"))
+        faults["disk"].kill(Outgrown("there is another server, by script"))
+        await store.save(2, tree(2))
+        await on_disk(store, 1, 2)
+    async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as reader:
+        for step in (1, 2):
+            assert_restored(await reader.restore(step), tree(step))
+
+
+async def test_a_tier_that_fails_again_while_it_is_scanned_is_opened_anew(
+    two_tiers: StoreConfig, faults: FaultyTiers
+) -> None:
+    """As where it is mounted anew meanwhile: what was open is of the old mount."""
+    async with CheckpointStore.open(two_tiers) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        faults["disk"].fail("list", TierUnavailable("of an old mount, by script"), key="steps/*", times=None)
+        faults["disk"].fail("get", NotFound("not there just now, by script"), key="tieredckpt.json")
+        faults["disk"].fail("put", TierUnavailable("by script"), key="packs/*")
+        await store.save(2, tree(2))
+        await on_disk(store, 1, 2)
+
+
+async def test_a_tier_that_fails_again_while_it_is_scanned_is_scanned_before_it_is_used(
+    shared_memory: Path, disk: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer has been there: a step would refer to packs that it has collected."""
+
+    writing = {"lease_ttl": 1000, "grace": 2000}
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk, retain={"kind": "last_n", "n": 3})}, **writing)
+    async with CheckpointStore.open(settings) as paused:
+        await (await paused.save(1, tree(1))).reached("disk")
+        (mine,) = (disk / "leases").iterdir()
+        mine.unlink()  # taken for dead
+        own = faults["disk"]
+        others = config({"disk": folder(disk, retain={"kind": "last_n", "n": 1})}, **writing)
+        async with CheckpointStore.open(others) as other:
+            await (await other.save(2, tree(2))).reached("disk")
+            await other.flush()
+            await other.collect()
+            assert [info.step for info in await other.steps()] == [2]
+        now = lease_module._now
+        monkeypatch.setattr(lease_module, "_now", lambda: now() + 1001)
+        own.fail("list", TierUnavailable("by script"), key="steps/*")
+        await paused.save(3, tree(1))  # of the values of step 1
+        await on_disk(paused, 2, 3)
+    async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as reader:
+        assert_restored(await reader.restore(3), tree(1))
