@@ -24,7 +24,7 @@ from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound
 from tieredckpt.events import ChunkRepaired, StepRestored
-from tieredckpt.format.manifest import StepId
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
 
 TIERS = ("ram", "disk", "far")
 KEYS = ("a", "b", "c")
@@ -515,6 +515,41 @@ async def test_a_commit_that_is_damaged_under_an_open_store_is_found_and_repaire
 async def forget_indexes(store: CheckpointStore) -> None:
     for tier in store._life.engine.state.tiers:
         tier.steps.indexes.clear()
+
+
+@pytest.mark.parametrize("how", ["restore", "verify"])
+@pytest.mark.parametrize("name", ["ram", "disk"])
+async def test_bytes_that_were_wrong_when_their_index_was_written_come_from_the_next_tier_and_are_repaired(
+    place: Path, name: str, how: str
+) -> None:
+    """The checksum of the index was computed over them: the digest alone tells."""
+
+    async def commit_wrong_bytes(tier: Tier) -> None:
+        (step,) = tier.steps.held
+        index = await step_index.load(tier, step)
+        inline = index.arrays["inline"]
+        (chunk,) = inline.chunks
+        assert isinstance(chunk.where, bytes)
+        wrong = ArrayIndex(inline.grid, inline.dtype, [Chunk(chunk.digest, bytes(len(chunk.where)))])
+        await commit_file.commit(tier, index.record, {**index.arrays, "inline": wrong})
+
+    async with saved(place) as store:
+        await store._life.loop.call(commit_wrong_bytes(tier_of(store, name)))
+        if name == "disk":
+            await store.evict(1, "ram")
+        await crash(store)
+    async with opened(place) as store:
+        heard = Heard(store)
+        if how == "restore":
+            assert (await restored(store))["far" if name == "disk" else "disk"] == 7 * 8
+            await store.flush()
+        else:
+            found = {found.tier: (found.damaged, found.repaired) for found in await store.verify(1, repair=True)}
+            assert found[name] == (("inline",), True)
+        assert [(event.key, event.tier) for event in heard.of(ChunkRepaired)] == [("inline", name)]
+        await assert_clean(store, *TIERS[TIERS.index(name) :])
+    async with opened(place) as store:
+        assert await restored(store) == {name: TOTAL}
 
 
 async def test_a_store_of_which_every_commit_is_damaged_says_so(place: Path) -> None:
