@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 
 import pytest
+from support.insight import tier_of
 from support.object_stores import Place
 from support.proxy import Handler, Hang, Postponed, Proxy, ignore_conditions
-from support.scenes import assert_restored, assert_same, tree
+from support.scenes import SOON, assert_restored, assert_same, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.errors import Conflict, TierUnavailable
 
 MANIFEST = "manifest.ocdbt"
@@ -107,6 +110,32 @@ async def test_doubt_ends_with_the_grace_period(settings: StoreConfig, between: 
             await store.collect()
         assert len([key for key in s3_place.bucket.sizes() if "/btree" in key]) == 1
         assert all(found.intact for found in await store.verify(1))
+
+
+async def test_what_a_late_commit_of_a_held_step_refers_to_is_kept_and_what_it_replaced_goes(
+    settings: StoreConfig, between: Proxy, s3_place: Place
+) -> None:
+    brief = settings.model_copy(update={"grace": 0.5, "lease_ttl": 0.1})
+    async with CheckpointStore.open(brief) as store:
+        await store.save(1, tree(1))
+        await store.promote(1, "s3")
+        engine, tier = store._life.engine, tier_of(store, "s3")
+        tier.packs.index.clear()  # so that its chunks are written anew
+        postponed = Postponed()
+        between.fail("PUT", postponed, key=MANIFEST)
+        anew = copy_step(engine.state, engine.admin._collector, engine.state.find(1), tier, again=True)
+        with pytest.raises(TierUnavailable):
+            await store._life.loop.call(anew)
+        await store.flush()
+        await store.collect()  # which reads the commit before
+        postponed.let_on()
+        async with asyncio.timeout(SOON):
+            while len([key for key in s3_place.bucket.sizes() if "/btree" in key or key.startswith("packs/")]) > 2:
+                await store.collect()
+        assert all(found.intact for found in await store.verify(1))
+    far = settings.model_copy(update={"tiers": settings.slower})
+    async with CheckpointStore.open(far, read_only=True) as reader:
+        assert_restored(await reader.restore(1), tree(1))
 
 
 async def test_a_step_that_another_writer_has_committed_stays_as_it_is(store: CheckpointStore, s3_place: Place) -> None:

@@ -101,7 +101,9 @@ class Scene:
 @pytest.fixture
 async def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> AsyncIterator[Scene]:
     disk = folder(tmp_path / "disk", retain="all", promote="never")
-    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+    async with CheckpointStore.open(
+        config({"ram": ram(shared_memory), "disk": disk}, grace=0.2, lease_ttl=0.1)
+    ) as store:
         for step in (1, 2):
             await store.save(step, tree(step))
             await store.promote(step, "disk")
@@ -264,6 +266,34 @@ async def test_a_commit_that_failed_after_it_had_happened_leaves_no_manifest(sce
     assert await scene.store.where(3) == ("ram",)
     await scene.store.promote(3, "disk")
     assert all(found.intact for found in await scene.store.verify(3))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the put", "after it"])
+async def test_a_collection_keeps_what_that_commit_of_a_step_needs_which_is_there(
+    scene: Scene, faults: FaultyTiers, after: bool
+) -> None:
+    """A commit that failed may have happened, and a step that is held may be the one before it or that one."""
+    scene.tier.packs.index.clear()  # so that its chunks are written anew
+    faults["disk"].fail("put", TierUnavailable("by script"), key=MANIFEST, after=after)
+    with pytest.raises(TierUnavailable):
+        await scene.copied(again=True)
+    async with asyncio.timeout(SOON):
+        while len(list(scene.disk.glob("steps/*1-*/btree*"))) > 1 or len(list(scene.disk.glob("packs/*/*"))) > 2:
+            await scene.store.collect()
+    assert await scene.is_held()
+
+
+async def test_a_commit_that_failed_and_cannot_be_read_costs_its_step_and_no_collection(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    faults["disk"].fail("put", TierUnavailable("by script"), key=MANIFEST)
+    with pytest.raises(TierUnavailable):
+        await scene.copied(again=True)
+    (manifest,) = scene.manifests
+    manifest.write_bytes(b"")
+    collecting = scene.store._life.engine.collector.collect(scene.tier)
+    await scene.store._life.loop.call(collecting)
+    assert isinstance(scene.tier.steps.damaged[scene.step], Corrupt)
 
 
 @pytest.mark.parametrize("changed", ["arrays", "name"])
