@@ -16,7 +16,7 @@ from support.cohort import RanksPlace, cohort
 from support.insight import tier_of
 from support.scenes import Heard, assert_restored, config, folder, pack_bytes, ram, tree
 
-from tieredckpt import CheckpointStore, Conflict, Invalid, NotFound, TierUnavailable
+from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, TierFailed, TierRecovered
 
 
@@ -83,6 +83,24 @@ async def test_the_newest_and_the_last_step_are_deleted_by_force_alone(place: Pl
         assert await store.restore() is None
         await (await store.save(1, tree(7))).reached("disk")  # the number is free again
         assert await store.latest_step() == 1
+
+
+async def test_a_step_that_cannot_be_read_is_not_deleted_without_force_while_it_is_the_last(tmp_path: Path) -> None:
+    """It may have been misread."""
+    settings = config({"disk": folder(tmp_path / "disk")})
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+    (manifest,) = (tmp_path / "disk").glob("steps/*/manifest.ocdbt")
+    intact = manifest.read_bytes()
+    manifest.write_bytes(b"")
+    async with CheckpointStore.open(settings) as store:
+        with pytest.raises(Corrupt):
+            await store.restore()
+        with pytest.raises(Conflict, match=r"step 1.* the last step there is.*force=True"):
+            await store.delete(1)
+        manifest.write_bytes(intact)
+        await store.verify(1)
+        assert_restored(await store.restore(), tree(1))
 
 
 async def test_a_step_stays_while_nothing_newer_is_as_safe(shared_memory: Path, tmp_path: Path) -> None:
