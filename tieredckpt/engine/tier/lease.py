@@ -133,6 +133,7 @@ class Lease:
         try:
             for found in await self._others():
                 raise self._conflict(found)
+            self._taken_at = time.time()  # a holder that came while others were looked for is first
             await self._write()
             everything = await everything_at_once(self.store)
             await self._give_way(everything)

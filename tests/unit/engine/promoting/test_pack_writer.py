@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from support.cohort import cohort
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_same, config, files_below, folder, ram
+from support.scenes import CHUNK, SOON, assert_same, config, files_below, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.promoting.copy_step import _GROWTH, _packs
 from tieredckpt.engine.promoting.pack_writer import Need, Payload, seal_all
+from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import step_index
 from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.format.crc import crc32c
@@ -73,6 +74,12 @@ def test_every_chunk_that_changed_is_found_and_every_chunk_has_its_checksum_behi
         assert stored == crc32c(payload.memory[: payload.nbytes])
 
 
+async def borrowed(scratch: Scratch) -> None:
+    """Borrow all memory, and give it back."""
+    async with scratch.lend(scratch.capacity):
+        pass
+
+
 @pytest.mark.parametrize("elsewhere", [True, False], ids=["intact elsewhere", "intact nowhere"])
 async def test_a_chunk_that_was_damaged_in_ram_is_never_promoted_as_it_is(
     shared_memory: Path, tmp_path: Path, elsewhere: bool
@@ -94,6 +101,8 @@ async def test_a_chunk_that_was_damaged_in_ram_is_never_promoted_as_it_is(
             with pytest.raises(Corrupt, match=r"w2|w5"):
                 await store.promote(1, "far")
             assert tuple(await store.where(1)) == ("ram",)
+            async with asyncio.timeout(SOON):  # all memory that was lent for the pack is given back
+                await store._life.loop.call(borrowed(store._life.engine.state.scratch))
             return
         await store.promote(1, "far")
         await store.evict(1, "ram")

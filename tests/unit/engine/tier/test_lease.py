@@ -377,6 +377,24 @@ class SlowToAnswer(PosixStore):
                 await self.answers.wait()
 
 
+async def test_of_two_that_take_a_lease_at_once_the_slower_one_is_refused(disk: Path) -> None:
+    """Though it began first: the other has looked around before there was a lease to be seen."""
+    slow, quick = Faulty(PosixStore(disk)), PosixStore(disk)
+    listed = slow.hold("list", after=True)
+    first, second = Lease(slow, "disk", 30), Lease(quick, "disk", 30)
+    taking = asyncio.create_task(first.acquire())
+    await listed.reached()
+    await second.acquire()
+    listed.release()
+    with pytest.raises(Conflict, match="is being written to by"):
+        await taking
+    await second.renew()
+    assert len(leases(disk)) == 1
+    await second.release()
+    for store in (slow, quick):
+        await store.close()
+
+
 async def test_of_two_renewals_at_once_the_slow_one_does_not_take_the_new_lease_for_a_lost_one(disk: Path) -> None:
     """Of a full device, where a step made room for the lease: promotions failed until all was read again."""
     store = SlowToAnswer(disk)
