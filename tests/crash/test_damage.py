@@ -255,6 +255,18 @@ async def test_a_step_of_which_every_tier_lost_something_else_is_put_together(pl
         assert await restored(store, how) == {"disk": TOTAL}
 
 
+async def test_a_chunk_that_is_lost_everywhere_keeps_no_other_from_being_repaired(place: Path) -> None:
+    async with saved(place) as store:
+        for tier in TIERS:
+            await flip_chunk(store, tier, 1, "b", 1)
+        await flip_chunk(store, "disk", 1, "a", 0)
+        heard = Heard(store)
+        await store.verify(1, "disk", repair=True)
+        assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "a", "disk", "ram", CHUNK)]
+        found = {found.tier: found.damaged for found in await store.verify(1)}
+        assert found["disk"] == ("b",)
+
+
 @pytest.mark.parametrize("how", ["copy", "into", "like"])
 async def test_an_array_that_is_damaged_everywhere_is_named_and_nothing_is_made_up(place: Path, how: str) -> None:
     async with saved(place) as store:
