@@ -67,7 +67,7 @@ class Save(msgspec.Struct, frozen=True):
     failing: tuple[str, ...] = ()
     """Shared tiers that this rank cannot use at present."""
     given_up: tuple[str, ...] = ()
-    """Earlier attempts on which this rank has voted, in vain: rank 0 may not have received what it sent."""
+    """Earlier attempts that became no step: rank 0 may not have received this rank's votes on them."""
 
 
 class Catalog(msgspec.Struct, frozen=True):

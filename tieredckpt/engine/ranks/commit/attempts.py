@@ -28,11 +28,10 @@ class Attempts:
         self._copying: set[str] = set()
         self._aborted: dict[str, str] = {}
         """Attempts that rank 0 has aborted before this rank voted on them, and why."""
-        self.voted: dict[str, StepId | None] = {}
-        """Attempts on which this rank has voted and rank 0 has not decided, and the step that the vote is for.
-
-        None for a vote against a step: the other ranks wait for the decision all the same.
-        """
+        self.voted_for: dict[str, StepId] = {}
+        """Attempts that this rank has voted for and rank 0 has not decided on, and their steps."""
+        self.voted_against: dict[str, int] = {}
+        """Attempts that this rank has voted against and rank 0 has not decided on, and its last serial at the vote."""
 
     def begin(self, step: int) -> str:
         """Name the attempt of a new save of ``step``. Raises `Missed` if it was aborted already."""
@@ -43,16 +42,11 @@ class Attempts:
         self._copying.add(attempt)
         return attempt
 
-    def begin_epoch(self, epoch: int, *, decides: bool) -> None:
-        """Count the saves of each step from 0 again, as all ranks do at a restore.
-
-        Unless this rank ``decides``, it forgets the votes against steps: rank 0 may never make these saves.
-        """
+    def begin_epoch(self, epoch: int) -> None:
+        """Count the saves of each step from 0 again, as all ranks do at a restore."""
         self._epoch = epoch
         self._saves.clear()
         self._aborted = {attempt: reason for attempt, reason in self._aborted.items() if attempt in self._copying}
-        if not decides:
-            self.voted = {attempt: step for attempt, step in self.voted.items() if step is not None}
 
     def end_copy(self, attempt: str) -> str | None:
         """This rank has its part, or none; returns why the others have aborted the attempt meanwhile, if they have."""
@@ -71,8 +65,8 @@ class Attempts:
 
     def is_undecided(self, attempt: str) -> bool:
         """Whether an attempt may still become a step, as far as this rank knows."""
-        return attempt in self._copying or attempt in self.voted or self.is_to_come(attempt)
+        return attempt in (*self._copying, *self.voted_for, *self.voted_against) or self.is_to_come(attempt)
 
     def open_beside(self, attempt: str) -> tuple[str, ...]:
         """The other attempts that were begun here and are not decided."""
-        return tuple(other for other in (*self._copying, *self.voted) if other != attempt)
+        return tuple(other for other in (*self._copying, *self.voted_for, *self.voted_against) if other != attempt)

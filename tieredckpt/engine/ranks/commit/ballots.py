@@ -15,7 +15,7 @@ from tieredckpt.errors import Conflict, RanksUnavailable
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["FailingHere", "check", "failing", "given_up", "named", "not_committed"]
+__all__ = ["FailingHere", "check", "failing", "named", "not_committed", "receive_given_up"]
 
 _LONGEST = 10
 """A failure names its tier in at most 2 to this power votes."""
@@ -70,13 +70,19 @@ def check(saves: Mapping[int, Save]) -> None:
         raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
 
 
-async def given_up(communicator: Communicator, saves: Mapping[int, Save]) -> list[Save]:
-    """At rank 0: receive what ranks have sent for attempts that they gave up, or it would be kept for good."""
+async def receive_given_up(communicator: Communicator, saves: Mapping[int, Save]) -> list[Save]:
+    """At rank 0: receive what ranks have sent for attempts that they gave up, or it would be kept for good.
+
+    Returns the votes on these attempts, of which each may name others.
+    """
     votes: list[Save] = []
     for rank, save in saves.items():
-        for attempt in save.given_up if rank != COORDINATOR else ():
+        names = [*save.given_up] if rank != COORDINATOR else []
+        while names:
+            attempt = names.pop()
             with suppress(RanksUnavailable):  # it was received, or never sent
                 votes.append(decode(await communicator.recv(rank, f"saved/{attempt}", timeout=0), Save))
+                names += votes[-1].given_up
             with suppress(RanksUnavailable):
                 await communicator.recv(rank, f"replicas/{attempt}", timeout=0)
     return votes

@@ -110,7 +110,7 @@ class Coordinator:
         except RanksMissing as error:
             came, missing = error.came, error.ranks
         saves.update({rank: decode(data, Save) for rank, data in came.items()})
-        for save in (*saves.values(), *await ballots.given_up(self._group.communicator, saves)):
+        for save in (*saves.values(), *await ballots.receive_given_up(self._group.communicator, saves)):
             await self._departed.forget(save.gone)
         if missing:
             raise RanksUnavailable(f"{ballots.named(missing)} not saved it within {self._group.deadline:g} s", missing)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tieredckpt.concurrency import in_thread
@@ -64,13 +64,16 @@ class Votes:
         self.coordinator = Coordinator(state, group, self.attempts, self._comparison, departed)
         self._failing_here = ballots.FailingHere(state)
         self._given_up: list[str] = []
-        """Attempts on which this rank has voted, and which were not committed, since its last vote."""
+        """Attempts that became no step, after this rank voted on them, and that no vote has named yet."""
+        self._unsent: set[str] = set()
+        """Attempts whose vote is on its way: rank 0 would not find it yet."""
         state.membership.part_dropped = self._report_dropped
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin the restore of that epoch, as all ranks do."""
         self.dedupe.begin_epoch()
-        self.attempts.begin_epoch(epoch, decides=self._group.coordinates)
+        self.attempts.begin_epoch(epoch)
+        self._forget_refused(self.attempts.voted_against)  # rank 0 makes none of these saves any more
 
     # -- this rank's vote ---------------------------------------------------------------------------------
 
@@ -85,7 +88,8 @@ class Votes:
         if (reason := self.attempts.end_copy(attempt)) is not None:  # it was aborted while it was copied
             self._group.start(self.drop(step, ballots.not_committed(step, reason)), f"end of {step}")
             return
-        self.attempts.voted[attempt] = step
+        self.attempts.voted_for[attempt] = step
+        self._unsent.add(attempt)
         origin = self._state.branch.continued_by(step).origin
         restored = 0 if origin is None else origin.step.serial
         alike = self._comparison.hold(attempt, replicas)
@@ -95,7 +99,8 @@ class Votes:
         """Vote no, behind the training: this rank has no part."""
         if self.attempts.end_copy(attempt) is not None:
             return  # rank 0 has decided, and would not receive the vote
-        self.attempts.voted[attempt] = None
+        self.attempts.voted_against[attempt] = self._state.branch.last_serial
+        self._unsent.add(attempt)
         ballot = self._ballot(0, failure=Failure.of(error))
         self._group.start_last(self._vote(attempt, StepId(0, step), ballot), f"vote on step {step}")
 
@@ -113,11 +118,15 @@ class Votes:
             part = await in_thread(encode_own, index, pool=self._state.pool)
         except Exception as error:  # as without memory
             failure = Failure.of(error)
+        if attempt not in self.attempts.voted_for:  # it was aborted meanwhile
+            self._unsent.discard(attempt)
+            return
         ballot = self._ballot(step.serial, part=part, tier=tier, failure=failure, origin=restored, replicas=replicas)
         await self._vote(attempt, step, ballot)
 
     def _ballot(self, serial: int, **what: Any) -> Save:
-        given_up, self._given_up = tuple(self._given_up), []
+        given_up = tuple(attempt for attempt in self._given_up if attempt not in self._unsent)
+        self._given_up = [attempt for attempt in self._given_up if attempt in self._unsent]
         return Save(
             serial,
             self._state.branch.last_serial,
@@ -140,7 +149,9 @@ class Votes:
             self._given_up += ballot.given_up
             self._mark_indeterminate(attempt, str(error))
             return
-        while self.attempts.voted.get(attempt) is not None and (left := deadline - loop.time()) > 0:
+        finally:
+            self._unsent.discard(attempt)
+        while attempt in self.attempts.voted_for and (left := deadline - loop.time()) > 0:
             await self._state.changed.wait(left)
         self._mark_indeterminate(attempt, f"rank 0 has not decided on it within {self._group.deadline:g} s")
 
@@ -153,11 +164,12 @@ class Votes:
             if decision.streamed_to is not None:
                 await self._commit_streamed(step, decision.streamed_to, decision.parts)
         finally:
+            self._unsent.discard(attempt)
             self.dedupe.decided(attempt)
 
     def _mark_indeterminate(self, attempt: str, reason: str) -> None:
         """Stop waiting; the part stays while there is room, as rank 0 may still decide."""
-        if (step := self.attempts.voted.get(attempt)) is not None:
+        if (step := self.attempts.voted_for.get(attempt)) is not None:
             self._group.missed([COORDINATOR])
             self._comparison.forget(attempt)
             self._state.membership.undecided.discard(step)
@@ -166,7 +178,7 @@ class Votes:
 
     def _report_dropped(self, step: StepId) -> None:
         """Report that this rank has no part any more of a step that it voted for; rank 0 may still decide on it."""
-        if step in self.attempts.voted.values():
+        if step in self.attempts.voted_for.values():
             self._group.report(PartDropped(step.step, step.serial))
 
     # -- the decision of rank 0 ---------------------------------------------------------------------------
@@ -185,7 +197,7 @@ class Votes:
         """Count the step as held, or as undecided until its commit on a shared tier if RAM has not all parts."""
         step = committed.record.id
         self._state.membership.failing = frozenset(committed.failing)
-        self.attempts.voted.pop(committed.attempt, None)
+        self.attempts.voted_for.pop(committed.attempt, None)
         self._comparison.forget(committed.attempt)
         for tier in self._state.tiers:
             tier.steps.unstick(RanksUnavailable)  # all ranks have answered
@@ -208,12 +220,11 @@ class Votes:
         self._state.membership.failing = frozenset(aborted.failing)
         self.turns.decided(aborted.attempt, aborted.last_serial)
         self._emit(step, aborted.differing)
-        if self.attempts.voted.get(aborted.attempt) is not None:
+        if aborted.attempt in self.attempts.voted_for:
             await self._give_up(aborted.attempt, aborted.ranks, aborted.reason)
         else:
-            if aborted.attempt in self.attempts.voted:
-                del self.attempts.voted[aborted.attempt]
-                self._given_up.append(aborted.attempt)  # rank 0 may have decided before the vote came
+            if aborted.attempt in self.attempts.voted_against:
+                self._forget_refused([aborted.attempt])
             else:
                 self.attempts.abort_early(aborted.attempt, aborted.reason)
             self._fail(step, aborted.ranks, aborted.reason)
@@ -238,18 +249,25 @@ class Votes:
         """Give up older attempts that rank 0 has not made: it decides in the order of its own saves."""
         if self._group.coordinates:
             return
-        for attempt, voted_for in tuple(self.attempts.voted.items()):
-            if voted_for is not None and voted_for < step and attempt not in undecided:
+        against = self.attempts.voted_against.items()
+        self._forget_refused([each for each, serial in against if serial < step.serial and each not in undecided])
+        for attempt, voted_for in tuple(self.attempts.voted_for.items()):
+            if voted_for < step and attempt not in undecided:
                 await self._give_up(attempt, (COORDINATOR,), f"rank {COORDINATOR} has not saved it")
 
     async def _give_up(self, attempt: str, ranks: Sequence[int], reason: str) -> None:
         """End an attempt that this rank has voted for, and drop its part."""
-        step = self.attempts.voted.pop(attempt)
-        assert step is not None
+        step = self.attempts.voted_for.pop(attempt)
         self._given_up.append(attempt)
         self._comparison.forget(attempt)
         self._fail(step, ranks, reason)
         await self.drop(step, ballots.not_committed(step, reason))
+
+    def _forget_refused(self, attempts: Iterable[str]) -> None:
+        """Forget votes against saves on which rank 0 has decided, perhaps before they came, or never will."""
+        for attempt in tuple(attempts):
+            del self.attempts.voted_against[attempt]
+            self._given_up.append(attempt)
 
     def _emit(self, step: StepId, differing: Sequence[Difference]) -> None:
         for found in differing:

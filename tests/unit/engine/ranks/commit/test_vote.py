@@ -21,8 +21,10 @@ from support.scenes import SOON, folder, ram
 from tieredckpt import CheckpointStore, Shard
 from tieredckpt.checkpoint import Checkpoint
 from tieredckpt.engine.ranks import ranked
+from tieredckpt.engine.ranks.commit import vote
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound, RanksUnavailable
 from tieredckpt.events import CommitFailed, SaveSkipped, StepCommitted, StepEvicted
+from tieredckpt.format.manifest import StepIndex
 from tieredckpt.testing.faulty import Hold
 
 SIZE = 3
@@ -532,7 +534,7 @@ async def test_a_step_of_which_a_rank_has_dropped_its_part_replaces_no_good_copy
             assert_whole(restored, 1)
 
 
-@pytest.mark.parametrize("how", ["too late", "not at all"])
+@pytest.mark.parametrize("how", ["too late", "two too late", "not at all"])
 async def test_of_a_part_that_left_with_a_vote_that_rank_0_did_not_count_all_ranks_know(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -559,14 +561,56 @@ async def test_of_a_part_that_left_with_a_vote_that_rank_0_did_not_count_all_ran
             if how == "not at all":
                 held.release()
                 cut_off.setattr(ranks[1]._life.engine.mode.ranked.group, "gather", refused)
-            await saved(ranks, 3)
-            await ranks.failed(step=3)
+            for step in (3, 4) if how == "two too late" else (3,):
+                await saved(ranks, step)
+                await ranks.failed(step=step)
         held.release()
         ranks.let_wait(SOON)
-        await ranks.reached(await saved(ranks, 4), "ram")
-        assert [[info.step for info in await store.steps()] for store in ranks.stores] == [[2, 4], [2, 4]]
+        await ranks.reached(await saved(ranks, 5), "ram")
+        assert [[info.step for info in await store.steps()] for store in ranks.stores] == [[2, 5], [2, 5]]
         with pytest.raises(NotFound):
             await ranks.restored(1)
+
+
+async def test_a_vote_for_a_save_that_was_aborted_while_it_was_encoded_leaves_its_memory(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode_own, is_held, go_on = vote.encode_own, threading.Event(), threading.Event()
+
+    def late(index: StepIndex) -> bytes:
+        if index.record.id.step == 2 and not is_held.is_set():
+            is_held.set()
+            assert go_on.wait(SOON)
+        return encode_own(index)
+
+    async with place.open() as ranks:
+        await works(ranks, 1)
+        ranks.let_wait(DEADLINE)
+        monkeypatch.setattr(vote, "encode_own", late)
+        await ranks.save(2, ranks=[1])
+        assert await asyncio.to_thread(is_held.wait, SOON)
+        await ranks.save(2, ranks=[rank for rank in range(SIZE) if rank != 1])
+        await ranks.failed(step=2)
+        go_on.set()
+        ranks.let_wait(SOON)
+        for step in (3, 4):
+            await works(ranks, step)
+        assert not ranks.unreceived(0)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+async def test_a_vote_against_a_save_that_rank_0_never_makes_leaves_its_memory(place: Place, restores: bool) -> None:
+    async with place.open() as ranks:
+        await works(ranks, 1)
+        with failing(ranks[1], NoSpace("by script")), pytest.raises(NoSpace):
+            await ranks.save(2, ranks=[1])
+        if restores:
+            await ranks.restored()
+        await ranks.save(3)
+        await ranks.failed(step=3)  # the others have skipped a save before
+        for step in (4, 5):
+            await works(ranks, step)
+        assert not ranks.unreceived(0)
 
 
 @pytest.mark.parametrize("when", ["before it is sent", "while it is on the way"])
