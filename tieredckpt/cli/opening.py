@@ -11,6 +11,7 @@ import typer
 
 from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.blobs.ram.folder import ram_root
+from tieredckpt.blobs.wrap import mapped
 from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import waiting
 from tieredckpt.config import StoreConfig, TierConfig, load
@@ -133,7 +134,8 @@ def _existing(source: str) -> StoreConfig:
 
 def _holds_a_store(tier: TierConfig) -> bool:
     try:
-        return run_aside(exists(tier))
+        with mapped(f"tier {tier.name!r}", set()):
+            return run_aside(exists(tier))
     except TierUnavailable:
         return True  # opening it reports the error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import traceback
 from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from itertools import pairwise
@@ -194,6 +195,38 @@ class TestRetrying:
         faulty.fail("list", DOWN, nth=3)
         faulty.fail("list", DOWN, nth=8)
         assert await listed(retrying(faulty)) == {str(number): 1 for number in range(5)}
+
+    @pytest.mark.unmapped
+    async def test_an_error_of_another_library_is_told_once_and_without_its_secrets(
+        self, faulty: Faulty, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = retrying(faulty, attempts=2)
+        for verb in ("stat", "get"):
+            faulty.fail(verb, RuntimeError("https://host/b?X-Amz-Signature=hidden"), times=None)
+        with pytest.raises(TierUnavailable, match="stat of a: RuntimeError: https://host/b") as stat:
+            await store.stat("a")
+        with pytest.raises(TierUnavailable, match="get of a: RuntimeError") as got:
+            await store.get("a", limit=1)
+        assert caplog.text.count("Traceback") == 1
+        told = [caplog.text, *(line for each in (stat, got) for line in traceback.format_exception(each.value))]
+        assert "hidden" not in "".join(told)
+
+    async def test_an_error_for_want_of_memory_is_no_error_of_the_tier(self, faulty: Faulty) -> None:
+        faulty.fail("stat", MemoryError())
+        with pytest.raises(MemoryError):
+            await retrying(faulty).stat("a")
+
+    @pytest.mark.unmapped
+    @pytest.mark.parametrize("error", [TierUnavailable, RuntimeError])
+    async def test_a_store_that_cannot_be_closed_is_left_behind(
+        self, monkeypatch: pytest.MonkeyPatch, faulty: Faulty, error: type[Exception]
+    ) -> None:
+        async def fail(self: Faulty) -> None:
+            raise error("by script")
+
+        with monkeypatch.context() as failing:
+            failing.setattr(Faulty, "close", fail)
+            await retrying(faulty).close()
 
     async def test_what_is_repeated_is_told_with_its_cause_and_without_its_parts(
         self, faulty: Faulty, caplog: pytest.LogCaptureFixture

@@ -40,6 +40,7 @@ class Retrying(Forward):
 
     Args:
         attempts: how often a verb is tried at most, the first time included.
+        logged: types of unmapped errors whose traceback is in the log, and need not be there again.
         wait_initial, wait_jitter: seconds between attempts: the first wait, and the most that chance adds.
     """
 
@@ -50,6 +51,7 @@ class Retrying(Forward):
         attempts: int = 4,
         wait_initial: float = 0.1,
         wait_jitter: float = 1.0,
+        logged: set[type[Exception]] | None = None,
     ) -> None:
         super().__init__(inner)
         retry = partial(
@@ -61,8 +63,7 @@ class Retrying(Forward):
             wait_jitter=wait_jitter,
         )
         self._retry_put, self._retry = retry(on=_may_help_a_put), retry(on=_may_help)
-        self._logged: set[type[Exception]] = set()
-        """Unmapped errors whose traceback is in the log."""
+        self._logged = set() if logged is None else logged
         self._failed = False
         """Whether no attempt has succeeded since a verb finally failed."""
         self._failing: set[object] = set()
@@ -129,6 +130,14 @@ class Retrying(Forward):
                     raise
 
         await self.around(Operation("put", key, 0), attempt)
+
+    async def close(self) -> None:
+        """Close the store; a failure is only logged, since what was put is put."""
+        try:
+            with mapped(f"{self.location}: close", self._logged):
+                await super().close()
+        except TierUnavailable as error:
+            _log.warning("%s", error)
 
     async def _holds(self, key: str, parts: Sequence[Buffer]) -> bool:
         try:

@@ -51,7 +51,7 @@ def make_tiers(config: StoreConfig, *, read_only: bool, events: Events, derived:
     names = [tier.name for tier in config.tiers]
     connect = partial(_connect, read_only=read_only, events=events)
     return tuple(
-        Tier(tier.name, index, tier, partial(connect, tier), place=names.index(tier.name))
+        Tier(tier.name, index, tier, partial(connect, tier, set()), place=names.index(tier.name))
         for index, tier in enumerate(config.derived if derived else config.exact)
     )
 
@@ -78,8 +78,9 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
     first.connect = connect
 
 
-async def _connect(tier: TierConfig, *, read_only: bool, events: Events) -> BlobStore:
-    with mapped(f"tier {tier.name!r}", set()):
+async def _connect(tier: TierConfig, logged: set[type[Exception]], *, read_only: bool, events: Events) -> BlobStore:
+    """Open the store of a tier; ``logged`` as for `mapped`, however often it is opened."""
+    with mapped(f"tier {tier.name!r}", logged):
         store = await kind_of(tier).open(tier, read_only=read_only)
     if tier.lossy:
         store = Below(store, layout.DERIVED)
@@ -88,7 +89,7 @@ async def _connect(tier: TierConfig, *, read_only: bool, events: Events) -> Blob
     # Puts that are under way together share the link.
     limits = {"base": tier.deadline, "min_bandwidth": tier.min_bandwidth / puts}
     store = Deadline(store, tier.name, **limits, tell=lambda calls: events.emit(TierHangs(tier.name, calls)))
-    store = Retrying(store, attempts=tier.retries + 1)
+    store = Retrying(store, attempts=tier.retries + 1, logged=logged)
     # With room beside packs, for leases that must not wait for them.
     operations = 2 * puts if traits.remote else _OPERATIONS_IN_FLIGHT
     nbytes = max(_BYTES_IN_FLIGHT, 2 * puts * traits.object_size if traits.remote else 0)
@@ -246,7 +247,7 @@ async def move_to_earlier_place(state: State, tier: Tier, stores: Collection[str
     earlier = state.config.tiers[tier.place].earlier()
     if tier.derived or earlier is None or tier.config == earlier:
         return None
-    connect = partial(_connect, earlier, read_only=state.read_only, events=state.events)
+    connect = partial(_connect, earlier, set(), read_only=state.read_only, events=state.events)
     try:
         blobs = await connect()
     except TierUnavailable as error:

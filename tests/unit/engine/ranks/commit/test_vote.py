@@ -598,6 +598,24 @@ async def test_a_vote_for_a_save_that_was_aborted_while_it_was_encoded_leaves_it
         assert not ranks.unreceived(0)
 
 
+async def test_a_save_that_was_aborted_while_it_is_copied_is_told_so_after_a_restore(place: Place) -> None:
+    """Its rank voted on it, and waited for a decision that had been made."""
+    async with place.open() as ranks:
+        await works(ranks, 1)
+        ranks.let_wait(DEADLINE)
+        with held_up(ranks[1]) as (is_held, go_on):
+            saving = asyncio.create_task(ranks.save(2, ranks=[1]))
+            assert await asyncio.to_thread(is_held.wait, SOON)
+            await ranks.save(2, ranks=[0, 2])
+            await ranks.failed(step=2)
+            ranks.let_wait(SOON)
+            await ranks.restored()
+            go_on.set()
+        (checkpoint,) = await saving
+        with pytest.raises(RanksUnavailable, match="rank 1 has not saved it within"):
+            await checkpoint.reached("disk")
+
+
 @pytest.mark.parametrize("restores", [False, True])
 async def test_a_vote_against_a_save_that_rank_0_never_makes_leaves_its_memory(place: Place, restores: bool) -> None:
     async with place.open() as ranks:
