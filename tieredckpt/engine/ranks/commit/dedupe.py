@@ -35,8 +35,8 @@ class Dedupe:
         self._group = group
         self._attempts = attempts
         self._asked = 0
-        self._to_come: set[int] = set()
-        """Questions that this rank has given up, and whose answers it has not received."""
+        self._open_questions: set[int] = set()
+        """Questions whose answers this rank has not received, though it may have given them up."""
         self._unanswered = ""
         self.attempt = ""
         """The attempt of the save under way on this rank."""
@@ -52,22 +52,22 @@ class Dedupe:
         self._asked += 1
         asked, within = self._asked, limits.in_force.find_within
         self._group.report(Find(asked, self.attempt, tier.name, dict(sizes)))
-        self._to_come.add(asked)
+        self._open_questions.add(asked)
         try:
             found = await self._group.communicator.recv(COORDINATOR, f"found/{asked}", timeout=within)
         except RanksUnavailable:
             _log.warning("rank %d has not told what tier %r has within %g s", COORDINATOR, tier.name, within)
             self._unanswered = self.attempt
             return {}
-        self._to_come.discard(asked)
+        self._open_questions.discard(asked)
         return decode(found, dict[bytes, Extent])
 
     async def _discard(self) -> None:
         """Receive the answers to questions that were given up, or they would be kept for good."""
-        for asked in tuple(self._to_come):
+        for asked in tuple(self._open_questions):
             with suppress(RanksUnavailable):  # it has not come yet
                 await self._group.communicator.recv(COORDINATOR, f"found/{asked}", timeout=0)
-                self._to_come.discard(asked)
+                self._open_questions.discard(asked)
 
     async def answer(self, rank: int, asked: Find) -> None:
         """At rank 0: tell a rank which of its chunks the tier has."""

@@ -101,12 +101,18 @@ async def test_a_part_that_comes_back_after_its_step_was_evicted_brings_the_step
     place: RanksPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the rank that it came to, the step counted as held in RAM, though no other rank had its part of it."""
-    receive_part, may_come = replication.receive_part, threading.Event()
+    receive_part, may_come, came = replication.receive_part, threading.Event(), threading.Event()
     may_come.set()
 
     async def late(*arguments: Any) -> StepId:
         assert await asyncio.to_thread(may_come.wait, SOON)
-        return await receive_part(*arguments)
+        step = await receive_part(*arguments)
+        came.set()
+        return step
+
+    async def nothing_lies_apart(store: CheckpointStore) -> None:
+        state = store._life.engine.state
+        await state.changed.until(lambda: not state.tiers[0].steps.parts)
 
     monkeypatch.setattr(replication, "receive_part", late)
     disk = {"disk_settings": {"promote": "always"}}
@@ -115,12 +121,16 @@ async def test_a_part_that_comes_back_after_its_step_was_evicted_brings_the_step
         await ranks.replicated(1)
     place.lose_ram("a")
     may_come.clear()
+    came.clear()
     async with place.open(**disk) as ranks:
         await ranks.reached(await ranks.save(2), "disk")
         for heard in ranks.heard:
             await heard.first(StepEvicted, lambda event: (event.step, event.tier) == (1, "ram"))
         may_come.set()
+        assert await asyncio.to_thread(came.wait, SOON)
         await ranks.copied(2)
+        async with asyncio.timeout(SOON):
+            await ranks.all(lambda store, rank: store._life.loop.call(nothing_lies_apart(store)))
         assert [await store.where(1) for store in ranks.stores] == [("disk",)] * 4
 
 
