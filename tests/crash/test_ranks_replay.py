@@ -68,7 +68,7 @@ async def replay_denser_and_denser(life: RanksLife, death: Death, again: Path, w
 async def test_names_on_the_shared_tier_that_are_not_synced_are_found_out(
     shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Folders, "_sync_names", lambda *_: None)
+    monkeypatch.setattr(Folders, "sync_names", lambda *_: None)
     life = await live_together("posix", shared_memory / "life")
     with pytest.raises(Lost, match="'slow'"):
         await replay_denser_and_denser(life, "all nodes", shared_memory / "life")

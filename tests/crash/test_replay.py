@@ -104,7 +104,7 @@ async def test_lives_in_any_order_survive_crashes(kind: str, seed: int, shared_m
 
 
 async def test_names_that_are_not_synced_are_found_out(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Folders, "_sync_names", lambda *_: None)
+    monkeypatch.setattr(Folders, "sync_names", lambda *_: None)
     life = await lived("posix", shared_memory)
     with pytest.raises(Lost, match="'slow'"):
         await replay(life, "node", shared_memory / "life")

@@ -87,18 +87,19 @@ class Folders:
         try:
             if not is_folder(self.root):
                 missing = [path for path in (self.root, *self.root.parents) if not is_folder(path)]
-                if not self.exact:
-                    self.root.parent.mkdir(parents=True, exist_ok=True)
-                for path in reversed(missing if self.exact else [self.root]):
+                for path in reversed(missing):
+                    if self.fsync:  # before there is anything in it: who finds the root syncs no name above it
+                        self.sync(path.parent.parent)
                     try:
-                        self._make_one(path)
+                        if self.exact or path == self.root:
+                            self._make_one(path)
+                        else:
+                            os.mkdir(path)
                     except FileExistsError:
                         if not is_folder(path):
                             raise
-                        self._complete(path)
-                if self.fsync:
-                    for path in missing:
-                        self.sync(path.parent)
+                        if self.exact or path == self.root:
+                            self._complete(path)
             found = os.stat(self.root)
         except OSError as error:
             raise unusable(error, self.root) from error
@@ -114,10 +115,21 @@ class Folders:
         return False
 
     def sync(self, folder: Path) -> None:
-        """Sync the names in a folder to stable media; warn once if the file system cannot. Raises `OSError`."""
-        if not sync_folder(folder) and "names" not in self.facts:
-            self.facts["names"] = "this file system cannot sync folders: a power cut may lose new files"
-            _log.warning("%s: %s", self.root, self.facts["names"])
+        """Sync the names in a folder to stable media; warn once if that cannot be. Raises `OSError`."""
+        above = folder in self.root.parents
+        if above and not os.access(folder, os.W_OK):  # none of its names is of this user's making
+            return
+        try:
+            if sync_folder(folder):
+                return
+            problem = "this file system cannot sync folders: a power cut may lose new files"
+        except PermissionError:
+            if not above:
+                raise
+            problem = f"{folder} may not be read, so not be synced: a power cut may lose new folders in it"
+        if "names" not in self.facts:
+            self.facts["names"] = problem
+            _log.warning("%s: %s", self.root, problem)
 
     def check_root(self) -> None:
         """Raise `TierUnavailable` unless the root is the folder that was opened.
@@ -226,7 +238,7 @@ class Folders:
         self._rename(temporary, path)
         if self.fsync:
             try:
-                self._sync_names(path.parent)
+                self.sync_names(path.parent)
             except OSError as error:
                 raise TierUnavailable(
                     f"{path} was written, but its folder was not synced: {error.strerror}; write it again"
@@ -235,10 +247,13 @@ class Folders:
     def _rename(self, temporary: Path, path: Path) -> None:
         os.replace(temporary, path)
 
-    def _sync_names(self, folder: Path) -> None:
-        """Make the names in ``folder`` durable, and the names of its parents, unless they are known to be."""
+    def sync_names(self, folder: Path) -> None:
+        """Make the names in ``folder`` durable, and those of the folders down to it, unless they are known to be.
+
+        The root's name is one of them: whoever made it may have died before it was synced. Raises `OSError`.
+        """
         self.sync(folder)
-        for path in self._below_root(folder):
+        for path in (self.root, *self._below_root(folder)):
             if path not in self._durable:
                 self.sync(path.parent)
                 self._durable.add(path)

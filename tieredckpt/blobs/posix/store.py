@@ -79,7 +79,7 @@ class PosixStore:
         self._folders = folders(self._root, folder_mode, follow_symlinks, fsync, file_mode)
         if fsync and tries:
             with contextlib.suppress(OSError):  # the first put raises it again
-                self._folders.sync(self._root)
+                self._folders.sync_names(self._root)
         takes_direct = probe(self._root, tries=tries)
         if direct and not takes_direct:
             raise Invalid(f"the file system of {self._root} refuses direct I/O; leave `direct` unset")

@@ -10,6 +10,7 @@ import shutil
 import stat
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,51 @@ class TestDurability:
         store = await asyncio.to_thread(PosixStore, tmp_path / "new/newer/root")
         await store.close()
         assert {str(tmp_path), f"{tmp_path}/new", f"{tmp_path}/new/newer"} <= set(synced)
+
+    @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+    @pytest.mark.parametrize("broken", range(1, 5))
+    async def test_the_names_above_a_root_whose_making_broke_off_are_synced_by_the_next_opening(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
+    ) -> None:
+        real, synced, calls = os.fsync, set[str](), 0
+
+        def breaking(fd: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == broken:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+            real(fd)
+
+        monkeypatch.setattr(os, "fsync", breaking)
+        path = tmp_path / "new/newer/root"
+        with suppress(TierUnavailable):
+            await (await asyncio.to_thread(PosixStore, path)).close()
+        assert calls >= broken
+        store = await asyncio.to_thread(PosixStore, path)
+        await store.put("key", [b"x"])
+        await store.close()
+        assert {str(tmp_path), f"{tmp_path}/new", f"{tmp_path}/new/newer", str(path)} <= synced
+
+    @pytest.mark.parametrize("writable", [True, False])
+    async def test_a_folder_above_the_root_that_may_not_be_read_is_no_obstacle(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, writable: bool
+    ) -> None:
+        """Only the names in one that may be written to are new, so only of those a warning tells."""
+        real = os.open
+
+        def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+            if Path(path) == tmp_path:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", refuse)
+        monkeypatch.setattr(os, "access", lambda path, mode: writable)
+        store = await asyncio.to_thread(PosixStore, tmp_path / "new/root")
+        await store.put("key", [b"x"])
+        await store.close()
+        told = f"{tmp_path}/new/root: {tmp_path} may not be read, so not be synced"
+        assert [record.message[: len(told)] for record in caplog.records] == [told] * writable
 
     @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
     async def test_a_folder_that_was_pruned_is_synced_anew(
