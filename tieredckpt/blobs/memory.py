@@ -1,4 +1,4 @@
-"""The memory limit of this process: the machine's memory, and the limits of its cgroups.
+"""The memory limit of this process: the machine's memory, and the limits of its cgroups; and its address space.
 
 See cgroups(7). The limits of all parents bind a group too. Inside a container the mounted tree may begin at the
 container's own group, so every path that may apply is checked.
@@ -9,31 +9,38 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["memory_limit"]
+__all__ = ["addresses_left", "memory_limit"]
 
 
 def memory_limit(
     *, groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[int, str]:
-    """Bytes of memory that this process may use, and what sets that limit (a cgroup, ``ulimit -v`` or the machine).
+    """Bytes of memory that this process may use, and what sets that limit (a cgroup or the machine).
 
     Args:
         groups: where the cgroups are mounted, of version 1, 2 or both.
         membership: the file that tells which of them the process is in.
     """
     limit, source = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the machine's memory"
-    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)  # batch systems set it too; the slab is mapped at once
-    if addresses != resource.RLIM_INFINITY and addresses < limit:
-        limit, source = addresses, "the limit of this process's address space (`ulimit -v`)"
     for path in _limit_files(groups, membership):
         with contextlib.suppress(OSError, ValueError):  # a file that is missing, or says "max"
             value = int(path.read_text())
             if value < limit:
                 limit, source = value, f"the cgroup limit in {path}"
     return limit, source
+
+
+def addresses_left() -> int:
+    """Bytes that this process may still map: batch systems limit them with ``ulimit -v``."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo, Buffer, Survives, Traits
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.blobs.locks import hold, let_go
-from tieredckpt.blobs.memory import memory_limit
+from tieredckpt.blobs.memory import addresses_left, memory_limit
 from tieredckpt.blobs.posix.files import foreign, open_regular
 from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.blobs.posix.store import PosixStore
@@ -43,7 +43,7 @@ __all__ = ["RamStore"]
 
 _log = logging.getLogger("tieredckpt")
 
-_AUTO_SHARE_OF_MEMORY = 4  # automatic slabs take at most a quarter of the memory there is
+_AUTO_SHARE_OF_MEMORY = 4  # automatic slabs take at most a quarter of the memory, and of the addresses, that there are
 
 
 class RamStore:
@@ -70,7 +70,7 @@ class RamStore:
         """Open or create the folder; blocking. ``capacity`` in bytes, None for an automatic one.
 
         The slab reserves an explicit capacity in the background. An automatic one grows as saves need it, and leaves
-        room for the other ``sharers`` of the machine, and for this user's other slabs.
+        room for the other ``sharers`` of the machine, for this user's other slabs, and in this process's addresses.
 
         Raises:
             Conflict: another process writes to the folder (named), or it belongs to another user.
@@ -84,14 +84,18 @@ class RamStore:
                 f"a RAM tier of {format_size(capacity)} cannot fit: {source} is {format_size(limit)}; "
                 f"choose a capacity below that, with room for the training itself"
             )
-        size = aligned(capacity if capacity is not None else limit // _AUTO_SHARE_OF_MEMORY // sharers)
+        quota = None
+        if capacity is None:
+            share = aligned(limit // _AUTO_SHARE_OF_MEMORY // sharers)
+            quota = Quota(folder, share)
+            capacity = max(ALIGNMENT, min(share, addresses_left() // _AUTO_SHARE_OF_MEMORY))
         try:
             with contextlib.ExitStack() as undo:
                 lock = take(folder)
                 undo.callback(let_go, lock)
                 Folders(folder, 0o700, follow_symlinks=True, fsync=False).sweep(0)  # no writer but us is left
                 with counted(folder):
-                    slab, key, notice = _open_slab(folder, size, reserve=capacity is not None)
+                    slab, key, notice = _open_slab(folder, aligned(capacity), quota)
                 undo.callback(slab.close)
                 store = cls(folder, _files(folder), slab, key, lock, notice)
                 undo.pop_all()
@@ -240,11 +244,11 @@ def _files(folder: Path, *, tries: bool = True) -> PosixStore:
     return PosixStore(folder, survives=Survives.PROCESS, fsync=False, direct=False, follow_symlinks=True, tries=tries)
 
 
-def _open_slab(folder: Path, capacity: int, *, reserve: bool) -> tuple[Slab, str, str]:
+def _open_slab(folder: Path, capacity: int, quota: Quota | None) -> tuple[Slab, str, str]:
     """The slab of the folder, its key and notice: the one that is there if it is of this boot, else a new one."""
     note = read_note(folder)
     slab = None
-    quota = None if reserve else Quota(folder, capacity)
+    reserve = quota is None  # a capacity that was asked for
     if note is not None and not (folder / note.slab).is_symlink():  # a link to a memfd, which has ended
         with contextlib.suppress(FileNotFoundError):
             slab, note = _old_slab(folder, note, capacity, quota)

@@ -162,6 +162,35 @@ async def test_an_automatic_slab_counts_what_others_are_still_to_take(
         assert store.slab.allocate(2 * MIB) == 0
 
 
+LIMITED = """
+    import mmap, pathlib, resource, sys
+    from tieredckpt.blobs.ram import store as ram
+
+    MAP_NORESERVE, GIB = 0x4000, 1 << 30
+    ram.memory_limit = lambda: (1024 * GIB, "the test")
+    used = mmap.mmap(-1, 16 * GIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)  # as CUDA does
+    resource.setrlimit(resource.RLIMIT_AS, (20 * GIB, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    store = ram.RamStore.open(pathlib.Path(sys.argv[1]), None, sharers=8)
+    print(store.slab.capacity)
+    store.remove()
+"""
+
+
+def test_an_automatic_slab_leaves_addresses_to_a_process_whose_space_is_limited(folder: Path) -> None:
+    """Each process of a machine has its own limit, so it shares that with none; what is mapped already counts."""
+    done = run(LIMITED, folder)
+    assert done.returncode == 0, done.stderr
+    assert 256 * MIB < int(done.stdout) < 1024 * MIB
+
+
+async def test_other_slabs_take_none_of_a_process_s_addresses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ram_store, "memory_limit", lambda: (32 * MIB, "the test"))
+    monkeypatch.setattr(ram_store, "addresses_left", lambda: 16 * MIB)
+    async with opened(folder.with_name("other"), 3 * MIB), opened(folder, None) as store:
+        assert store.slab.capacity == 4 * MIB
+        assert store.slab.allocate(4 * MIB) == 0
+
+
 async def test_a_capacity_for_which_there_is_no_room_is_refused_when_it_is_opened(small_tmpfs: Path) -> None:
     async with opened(small_tmpfs / "ram", 16 * MIB) as store:
         take_extent(store, b"chunk")
