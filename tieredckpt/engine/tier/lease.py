@@ -1,10 +1,11 @@
 """The lease of a tier: a renewed file that names the one process that writes there, and refuses a second one.
 
-On the same machine a holder is alive as long as its process is; elsewhere, as long as it renews its lease. The clock of
-the store, if it has one, tells the age of a lease, for the clocks of two machines may differ by hours. Where the
-writing machine stamps files (Lustre, CephFS, GPFS), clocks may differ by two thirds of ``ttl``. A lease is no fencing
-token: a holder that was paused beyond it may finish the put that it had begun. Before the next commit or deletion it
-renews, and if another writer took over meanwhile, it first reads anew what the tier holds.
+On the same machine a holder is alive as long as its process is; elsewhere, and where ``/proc`` hides its process, as
+long as it renews its lease. The clock of the store, if it has one, tells the age of a lease, for the clocks of two
+machines may differ by hours. Where the writing machine stamps files (Lustre, CephFS, GPFS), clocks may differ by two
+thirds of ``ttl``. A lease is no fencing token: a holder that was paused beyond it may finish the put that it had begun.
+Before the next commit or deletion it renews, and if another writer took over meanwhile, it first reads anew what the
+tier holds.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ asyncio.run(main())
 """
 
 UNSEEN = """
-mount -t proc -o hidepid=2,gid=54321 proc /proc 2>/dev/null || exit 77
+mount -t proc -o hidepid=2,gid=54321 proc /proc || exit
 exec setpriv --bounding-set=-sys_ptrace "$@"
 """
 """Runs a command of root that is not shown the processes of other users."""
@@ -97,18 +97,20 @@ async def test_a_holder_that_was_killed_is_in_nobodys_way(shared_memory: Path, d
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 def test_a_holder_whose_process_is_hidden_counts_while_it_renews(on_disk: StoreConfig, disk: Path) -> None:
     """Clusters mount /proc with hidepid: it shows nobody the processes of others."""
+    hidden = ["unshare", "--mount", "sh", "-c", UNSEEN, "sh"]
+    try:
+        subprocess.run([*hidden, "true"], capture_output=True, check=True, timeout=300)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user may not mount /proc, or a program for it is missing")
     opened = [sys.executable, "-c", HOLDER, on_disk.model_dump_json()]
     with subprocess.Popen(["sleep", "1000"], user=54322) as other:
         try:
             holder = lease_module.holder_of(other.pid, time.time())
             started = holder.process_started
             lease(disk, time.time(), machine=holder.machine, process=other.pid, process_started=started)
-            hidden = ["unshare", "--mount", "sh", "-c", UNSEEN, "sh", *opened]
-            refused = subprocess.run(hidden, capture_output=True, text=True, check=False, timeout=300)
+            refused = subprocess.run([*hidden, *opened], capture_output=True, text=True, check=False, timeout=300)
         finally:
             other.kill()
-    if refused.returncode == 77:
-        pytest.skip("this user may not mount /proc")
     assert f"process {other.pid} on" in refused.stderr.splitlines()[-1]
 
 
