@@ -39,8 +39,10 @@ def addresses_left() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
+    mapped = 0
+    with contextlib.suppress(OSError):
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return max(0, limit - mapped)
 
 
 def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
