@@ -63,6 +63,8 @@ class PendingSaves:
         """Oldest first."""
         self._foreground: set[asyncio.Task[Any]] = set()
         """Calls that make a save, for whose end the trainer waits."""
+        self._calls: dict[Latch, tuple[int, BaseException] | None] = {}
+        """Calls of `save` that have not begun, oldest first; with step and error those that never will."""
         self._calls_that_wait: set[object] = set()
         """Calls, but for those of `save`, that may wait for a background save."""
         self._guards_order = asyncio.Lock()
@@ -97,6 +99,7 @@ class PendingSaves:
         """
         begun = Latch()
         try:
+            self._calls[begun] = None
             checked = checked_metrics(metrics), overwrite, checked_patterns("replicated", replicated)
             if capture not in _CAPTURES:
                 raise Invalid(f"capture is {', '.join(map(repr, _CAPTURES))}, and not {capture!r}")
@@ -115,10 +118,24 @@ class PendingSaves:
             loop.soon(partial(self._refused, begun, step, error))  # in no variable, which its traceback would refer to
             raise
 
+    def _begins(self, begun: Latch) -> None:
+        begun.open()
+        self._calls.pop(begun, None)
+        asyncio.get_running_loop().call_soon(self._tell_refused)  # once the save has its turn
+
     def _refused(self, begun: Latch, step: int, error: BaseException) -> None:
         if not begun.is_open:
             begun.open()
-            self._not_begun(step, error)
+            self._calls[begun] = step, error
+            self._tell_refused()
+
+    def _tell_refused(self) -> None:
+        """Tell of the calls that never begin, once all before them have begun: ranks number saves in this order."""
+        for begun, refused in tuple(self._calls.items()):
+            if refused is None:
+                break
+            del self._calls[begun]
+            self._not_begun(*refused)
 
     async def _copy(self, call: SaveCall, tree: Any) -> Saved:
         """Save, and return when it is done."""
@@ -133,7 +150,7 @@ class PendingSaves:
                 except BaseException as error:  # told before the next save begins
                     self._refused(call.begun, call.step, error)
                     raise
-            call.begun.open()
+            self._begins(call.begun)
             return await self._save(call, Capture(), flat)
         finally:
             self._foreground.discard(task)
@@ -182,9 +199,9 @@ class PendingSaves:
         async with self._guards_order:
             await self._confirm_now()  # or this save waits for that of a concurrent call, and so does who awaits both
         capture.stall = time.monotonic() - call.at  # the trainer goes on from here
-        call.begun.open()
         saving = self._save(call, capture, flat)
         task = asyncio.create_task(saving, name=f"tieredckpt save {call.step}")
+        self._begins(call.begun)
         task.add_done_callback(partial(self._ended, call.step))
         self._background[task] = capture
         self._state.observation.saving[call.step] = time.time(), call.origin

@@ -448,6 +448,29 @@ async def test_saves_called_at_the_same_time_are_made_in_the_order_of_the_calls_
 
 
 @pytest.mark.parametrize("hurt", [0, 1])
+async def test_a_call_that_is_cancelled_behind_others_costs_none_of_them(place: Place, hurt: int) -> None:
+    """Its rank numbered it before a call that was still waiting until an earlier lazy save had its copy."""
+    async with place.open() as ranks:
+        calls = []
+        with held_up(ranks[hurt], early=True) as (_, go_on):
+            for step in (1, 2, 3):
+                saving = ranks[hurt].save(step, part(step, hurt, SIZE), capture="lazy")
+                calls.append(asyncio.create_task(saving))
+                await (calls[0] if step == 1 else asyncio.sleep(0))
+            calls[2].cancel()
+            await asyncio.wait(calls[2:])
+            assert not calls[1].done()
+            go_on.set()
+            mine = [await call for call in calls[:2]]
+        for step in (1, 2, 3):
+            others = await ranks.save(step, ranks=[rank for rank in range(SIZE) if rank != hurt])
+            if step < 3:
+                await ranks.reached([mine[step - 1], *others], "disk")
+        await ranks.failed(step=3)
+        await works(ranks, 4)
+
+
+@pytest.mark.parametrize("hurt", [0, 1])
 async def test_a_save_that_a_rank_calls_again_without_what_was_refused_is_made_by_all(place: Place, hurt: int) -> None:
     async with place.open() as ranks:
         others = [rank for rank in range(SIZE) if rank != hurt]
