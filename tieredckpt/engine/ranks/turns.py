@@ -21,8 +21,11 @@ class Turns:
         self._branch = branch
         self._guards_numbers = asyncio.Lock()
         """Held by the save under way."""
-        self._due: dict[str, None] = {}
-        """Attempts whose turn has not ended, in the order of the calls."""
+        self._due: dict[str, int] = {}
+        """Attempts whose turn has not ended, in the order of the calls, and the serial that all ranks reach with each.
+
+        0 where that is not known yet.
+        """
 
     @asynccontextmanager
     async def mine(self, attempt: str) -> AsyncIterator[None]:
@@ -42,14 +45,24 @@ class Turns:
         """Number a save that this rank does not make, when its turn comes."""
         self._line_up(attempt).add_done_callback(partial(self._pass_on, attempt))
 
-    def decided(self, attempt: str, last_serial: int) -> None:
-        """Continue from ``last_serial``, which all ranks have reached with that attempt; less what is due here yet."""
+    def decided(self, attempt: str, last_serial: int, *, to_come: bool) -> None:
+        """Continue from ``last_serial``, which all ranks have reached with that attempt, once it has ended here.
+
+        ``to_come``: this rank has not begun the attempt, and will not number it; all that are due are before it.
+        """
         due = list(self._due)
-        left = due.index(attempt) + 1 if attempt in due else 0
-        self._branch.last_serial = max(self._branch.last_serial, last_serial - left)
+        before = due if to_come else due[: due.index(attempt) + 1] if attempt in due else []
+        if not before:
+            self._reach(last_serial)
+            return
+        self._reach(last_serial - len(before) - to_come)  # the saves that are due and not numbered count alike, too
+        self._due[before[-1]] = max(self._due[before[-1]], last_serial)
+
+    def _reach(self, serial: int) -> None:
+        self._branch.last_serial = max(self._branch.last_serial, serial)
 
     def _line_up(self, attempt: str) -> asyncio.Future[Any]:
-        self._due[attempt] = None
+        self._due[attempt] = 0
         return asyncio.ensure_future(self._guards_numbers.acquire())
 
     def _pass_on(self, attempt: str, turn: asyncio.Future[Any]) -> None:
@@ -58,5 +71,5 @@ class Turns:
             self._end(attempt)
 
     def _end(self, attempt: str) -> None:
-        self._due.pop(attempt, None)
+        self._reach(self._due.pop(attempt, 0))
         self._guards_numbers.release()

@@ -168,11 +168,13 @@ class Coordinator:
         )
 
     def _last_serial_of_all(self, saves: Mapping[int, Save]) -> int:
-        """The serial that all ranks continue from; rank 0 may have made one save less than those that are missing."""
-        if len(saves) == self._group.size and len({save.serial for save in saves.values()} - {0}) < 2:
-            return max(save.serial or save.last_serial for save in saves.values())  # what they save since counts alike
-        known = max(self._state.branch.last_serial, *(max(save.serial, save.last_serial) for save in saves.values()))
-        return known if saves[COORDINATOR].serial else known + 1
+        """The serial that all ranks continue from, of this attempt: what they save since counts alike.
+
+        Where votes are missing, rank 0 may have made one save less than those that are.
+        """
+        known = max(save.serial or save.last_serial for save in saves.values())
+        alike = len(saves) == self._group.size and len({save.serial for save in saves.values()} - {0}) < 2
+        return known if alike or saves[COORDINATOR].serial else known + 1
 
 
 def _show(differing: Sequence[Difference]) -> str:

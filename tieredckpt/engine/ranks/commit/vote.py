@@ -218,7 +218,8 @@ class Votes:
         """Drop this rank's part, and continue from the serial of all ranks."""
         step = StepId(aborted.serial, aborted.step)
         self._state.membership.failing = frozenset(aborted.failing)
-        self.turns.decided(aborted.attempt, aborted.last_serial)
+        to_come = self.attempts.is_to_come(aborted.attempt)
+        self.turns.decided(aborted.attempt, aborted.last_serial, to_come=to_come)
         self._emit(step, aborted.differing)
         if aborted.attempt in self.attempts.voted_for:
             await self._give_up(aborted.attempt, aborted.ranks, aborted.reason)

@@ -639,6 +639,31 @@ async def test_a_save_that_was_aborted_while_it_is_copied_is_told_so_after_a_res
             await checkpoint.reached("disk")
 
 
+async def test_a_rank_that_is_two_saves_behind_when_a_third_is_aborted_makes_the_next_with_the_others(
+    place: Place,
+) -> None:
+    """It numbered the second after the third, and so counted one more than the others."""
+    async with place.open() as ranks:
+        await works(ranks, 1)
+        ranks.let_wait(DEADLINE)
+        turns = ranks[1]._life.engine.mode.ranked.votes.turns
+        with held_up(ranks[1], early=True) as (is_held, go_on):
+            behind = [asyncio.create_task(ranks.save(2, ranks=[1]))]
+            assert await asyncio.to_thread(is_held.wait, SOON)
+            behind.append(asyncio.create_task(ranks.save(3, ranks=[1])))
+            while len(turns._due) < 2:
+                await asyncio.sleep(0.01)
+            for step in (2, 3, 4):
+                await ranks.save(step, ranks=[0, 2])
+            await ranks.failed(step=4)
+            go_on.set()
+        await asyncio.gather(*behind)
+        ranks.let_wait(SOON)
+        (missed,) = await ranks.save(4, ranks=[1])
+        assert missed.skipped
+        await works(ranks, 5)
+
+
 @pytest.mark.parametrize("restores", [False, True])
 async def test_a_vote_against_a_save_that_rank_0_never_makes_leaves_its_memory(place: Place, restores: bool) -> None:
     async with place.open() as ranks:
