@@ -98,8 +98,7 @@ class Folders:
                     except FileExistsError:
                         if not is_folder(path):
                             raise
-                        if self.exact or path == self.root:
-                            self._complete(path)
+                        self._complete(path)
             found = os.stat(self.root)
         except OSError as error:
             raise unusable(error, self.root) from error

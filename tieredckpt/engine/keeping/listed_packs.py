@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.errors import NotFound
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 
@@ -37,8 +37,7 @@ async def compare_packs(tier: Tier) -> None:
             packs.orphans[info.key] = info.modified or min(since, time.time())
     if not unseen:
         return
-    if not await marker_file.is_still(tier.store, tier.marker):
-        raise TierUnavailable(f"tier {tier.name!r} has lost its marker and {len(unseen)} packs; is it mounted?")
+    await marker_file.check(tier.store, tier.marker, tier.name, f"{len(unseen)} packs")
     lost = [key for key in sorted(unseen) if await _is_lost(tier, key)]
     if not lost:
         return

@@ -10,7 +10,7 @@ from tieredckpt.concurrency import together
 from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.index_cache import packs_of
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
+from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format.manifest import StepId, StepIndex
 
 __all__ = ["packs_by_step", "read_indexes", "users_of"]
@@ -54,10 +54,8 @@ async def read_indexes(tier: Tier, steps: Collection[StepId], use: Callable[[Ste
             try:
                 index = await step_index.load(tier, step)
             except (Corrupt, NotFound) as error:
-                if isinstance(error, NotFound) and not await marker_file.is_still(tier.store, tier.marker):
-                    raise TierUnavailable(
-                        f"tier {tier.name!r} has lost its marker and {step}; is it mounted?"
-                    ) from error
+                if isinstance(error, NotFound):
+                    await marker_file.check(tier.store, tier.marker, tier.name, str(step))
                 if tier.steps.keeps(step):  # and is not being evicted, or was meanwhile
                     _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
                     tier.quarantine(step, error)

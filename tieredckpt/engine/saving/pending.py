@@ -100,12 +100,21 @@ class PendingSaves:
         begun = Latch()
         try:
             self._calls[begun] = None
-            checked = checked_metrics(metrics), overwrite, checked_patterns("replicated", replicated)
+            metrics, replicated = checked_metrics(metrics), checked_patterns("replicated", replicated)
             if capture not in _CAPTURES:
                 raise Invalid(f"capture is {', '.join(map(repr, _CAPTURES))}, and not {capture!r}")
             origin = self._state.branch.origin  # a restore that is called from here on comes after this save
             await self.confirm()
-            call = SaveCall(step, *checked, origin, time.monotonic(), streams, begun)
+            call = SaveCall(
+                step=step,
+                metrics=metrics,
+                overwrite=overwrite,
+                replicated=replicated,
+                origin=origin,
+                at=time.monotonic(),
+                streams=streams,
+                begun=begun,
+            )
             if capture == "copy":
                 return await loop.call(self._copy(call, tree)), None
             if capture == "lazy":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tieredckpt.blobs.base import BlobStore
-from tieredckpt.errors import Corrupt, NotFound
+from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.marker import StoreMarker, decode_marker, encode_marker
 
-__all__ = ["is_still", "read", "read_unless_empty", "write"]
+__all__ = ["check", "is_still", "read", "read_unless_empty", "write"]
 
 
 async def read(store: BlobStore) -> StoreMarker:
@@ -38,6 +38,12 @@ async def is_still(store: BlobStore, marker: StoreMarker | None) -> bool:
         return await read(store) == marker
     except (Corrupt, NotFound):
         return False
+
+
+async def check(store: BlobStore, marker: StoreMarker | None, tier: str, lost: str) -> None:
+    """Raise `TierUnavailable` for a tier whose marker is gone, too, beside what it has ``lost``: it is another now."""
+    if not await is_still(store, marker):
+        raise TierUnavailable(f"tier {tier!r} has lost its marker and {lost}; is it mounted?")
 
 
 async def _never_used(store: BlobStore) -> bool:
