@@ -156,6 +156,18 @@ def leases(path: Path) -> list[str]:
     return [name for name in os.listdir(path / "leases") if not name.endswith("~")]
 
 
+async def taken_over(disk: Path, **settings: Any) -> None:
+    """Another writer takes the one of a disk for dead, saves step 2 there, keeps only that, collects, and goes."""
+    (mine,) = (disk / "leases").iterdir()
+    mine.unlink()
+    keeps_one = config({"disk": folder(disk, retain={"kind": "last_n", "n": 1})}, **settings)
+    async with CheckpointStore.open(keeps_one) as other:
+        await (await other.save(2, tree(2))).reached("disk")
+        await other.flush()
+        await other.collect()
+        assert [info.step for info in await other.steps()] == [2]
+
+
 def files_below(path: Path) -> list[Path]:
     """Every file below a folder. A store may delete files and folders meanwhile, which ``Path.rglob`` does not bear."""
     return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]

@@ -28,6 +28,18 @@ from tieredckpt.testing.backdoor import aligned, listed, pattern, verbs
 pytestmark = pytest.mark.usefixtures("never_blocked_loop")
 
 
+def refuse_folders(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Fail each sync of a folder with this ``errno``."""
+    real = os.fsync
+
+    def only_files(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
@@ -263,14 +275,7 @@ class TestDurability:
     async def test_a_file_system_that_cannot_sync_folders_is_used_and_told_of_once(
         self, root: Path, nbytes: int, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        real = os.fsync
-
-        def only_files(fd: int) -> None:
-            if stat.S_ISDIR(os.fstat(fd).st_mode):
-                raise OSError(number, os.strerror(number))
-            real(fd)
-
-        monkeypatch.setattr(os, "fsync", only_files)
+        refuse_folders(monkeypatch, number)
         root.mkdir()
         store = await asyncio.to_thread(PosixStore, root)
         assert "a power cut may lose new files" in store.facts()["names"]
@@ -284,14 +289,7 @@ class TestDurability:
     async def test_a_name_that_was_not_synced_is_an_error(
         self, store: PosixStore, nbytes: int, number: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        real = os.fsync
-
-        def only_files(fd: int) -> None:
-            if stat.S_ISDIR(os.fstat(fd).st_mode):
-                raise OSError(number, os.strerror(number))
-            real(fd)
-
-        monkeypatch.setattr(os, "fsync", only_files)
+        refuse_folders(monkeypatch, number)
         with pytest.raises(TierUnavailable, match="not synced"):
             await store.put("key", [bytes(nbytes)])
 

@@ -342,19 +342,24 @@ async def test_what_was_saved_since_the_node_came_back_is_the_newest(place: Path
             assert all(not each.problem for each in await store.verify(info.step))
 
 
+def refuse_indexes(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    """No index of a stale step can be read on the node's own disk."""
+    load = step_index.load
+
+    async def fails(tier: Tier, step: StepId) -> StepIndex:
+        if tier.name == "own":
+            raise error("by script")
+        return await load(tier, step)
+
+    monkeypatch.setattr(stale.step_index, "load", fails)
+
+
 async def test_a_disk_that_fails_while_its_steps_are_compared_does_not_stop_the_training(
     place: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await left_on_a_disk(place, faults)
     await go_on_at_b(place, 2)
-    load = step_index.load
-
-    async def fails(tier: Tier, step: StepId) -> StepIndex:
-        if tier.name == "own":
-            raise TierUnavailable("by script")
-        return await load(tier, step)
-
-    monkeypatch.setattr(stale.step_index, "load", fails)
+    refuse_indexes(monkeypatch, TierUnavailable)
     with tried_again_soon():
         async with CheckpointStore.open(with_disk("a", place)) as store:
             heard = Heard(store)
@@ -372,14 +377,7 @@ async def test_a_stale_step_whose_index_is_lost_neither_stops_the_opening_nor_co
 ) -> None:
     await left_on_a_disk(place, faults)
     await go_on_at_b(place, 2)
-    load = step_index.load
-
-    async def fails(tier: Tier, step: StepId) -> StepIndex:
-        if tier.name == "own":
-            raise error("by script")
-        return await load(tier, step)
-
-    monkeypatch.setattr(stale.step_index, "load", fails)
+    refuse_indexes(monkeypatch, error)
     async with CheckpointStore.open(with_disk("a", place)) as store:
         monkeypatch.undo()
         assert_restored(await store.restore(2, resume=False), state(2))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
-from support.scenes import SOON, Heard, assert_restored, config, folder, ram, tree
+from support.scenes import SOON, Heard, assert_restored, config, folder, ram, taken_over, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Outgrown
@@ -123,15 +123,8 @@ async def test_a_tier_that_fails_again_while_it_is_scanned_is_scanned_before_it_
     settings = config({"ram": ram(shared_memory), "disk": folder(disk, retain={"kind": "last_n", "n": 3})}, **writing)
     async with CheckpointStore.open(settings) as paused:
         await (await paused.save(1, tree(1))).reached("disk")
-        (mine,) = (disk / "leases").iterdir()
-        mine.unlink()  # taken for dead
         own = faults["disk"]
-        others = config({"disk": folder(disk, retain={"kind": "last_n", "n": 1})}, **writing)
-        async with CheckpointStore.open(others) as other:
-            await (await other.save(2, tree(2))).reached("disk")
-            await other.flush()
-            await other.collect()
-            assert [info.step for info in await other.steps()] == [2]
+        await taken_over(disk, **writing)
         now = lease_module._now
         monkeypatch.setattr(lease_module, "_now", lambda: now() + 1001)
         own.fail("list", TierUnavailable("by script"), key="steps/*")

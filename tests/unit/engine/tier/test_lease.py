@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from reliability.tiers import FaultyTiers
-from support.scenes import Heard, assert_restored, config, folder, leases, ram, tree
+from support.scenes import Heard, assert_restored, config, folder, leases, ram, taken_over, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobInfo, Unanswered
@@ -253,14 +253,7 @@ async def test_a_writer_that_was_paused_while_another_came_and_went_reads_anew_w
     settings = config({"ram": ram(shared_memory), "disk": folder(disk, **keep)}, lease_ttl=1000, grace=2000)
     async with CheckpointStore.open(settings) as paused:
         await (await paused.save(1, tree(1))).reached("disk")
-        (mine,) = (disk / "leases").iterdir()
-        mine.unlink()  # taken for dead
-        others = config({"disk": folder(disk, retain={"kind": "last_n", "n": 1})}, lease_ttl=1000, grace=2000)
-        async with CheckpointStore.open(others) as other:
-            await (await other.save(2, tree(2))).reached("disk")
-            await other.flush()
-            await other.collect()
-            assert [info.step for info in await other.steps()] == [2]
+        await taken_over(disk, lease_ttl=1000, grace=2000)
         now = lease_module._now
         monkeypatch.setattr(lease_module, "_now", lambda: now() + 1001)
         heard = Heard(paused)
