@@ -15,6 +15,7 @@ from tieredckpt.format.replicas import Difference
 
 __all__ = [
     "Aborted",
+    "Ballot",
     "Catalog",
     "Chosen",
     "Closing",
@@ -31,13 +32,13 @@ __all__ = [
     "Promoted",
     "RendezvousComplete",
     "RendezvousOpened",
+    "ReplicaDigests",
     "Replicate",
     "Replicated",
     "Reported",
     "RestoreJoined",
     "RestoreRequested",
     "RestoreWithdrawn",
-    "Save",
     "SaveAt",
     "Signalled",
     "Stuck",
@@ -47,10 +48,13 @@ __all__ = [
 ]
 
 
-class Save(msgspec.Struct, frozen=True):
+class Ballot(msgspec.Struct, frozen=True, tag=True):
     """One rank's vote on a save: its part of the step, or why it has none."""
 
+    attempt: str
+    step: int
     serial: int
+    """Of the step on this rank; 0 if it has no part."""
     last_serial: int
     part: bytes = b""
     """The rank's part of the step, encoded by `format.part`; empty if it has none."""
@@ -66,8 +70,6 @@ class Save(msgspec.Struct, frozen=True):
     """For each group of ranks that have equal data and divide its storage among them: one digest of all that data."""
     failing: tuple[str, ...] = ()
     """Shared tiers that this rank cannot use at present."""
-    given_up: tuple[str, ...] = ()
-    """Earlier attempts that became no step: rank 0 may not have received this rank's votes on them."""
 
 
 class Catalog(msgspec.Struct, frozen=True):
@@ -144,7 +146,7 @@ class CompareReplicas(msgspec.Struct, frozen=True, tag=True):
 
     attempt: str
     groups: tuple[bytes, ...]
-    """Groups of ranks, named as in `Save`."""
+    """Groups of ranks, named as in `Ballot`."""
 
 
 class Promote(msgspec.Struct, frozen=True, tag=True):
@@ -314,6 +316,13 @@ class PartDropped(msgspec.Struct, frozen=True, tag=True):
     serial: int
 
 
+class ReplicaDigests(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `CompareReplicas`: the digests of all chunks of each piece, by group of ranks and storage key."""
+
+    attempt: str
+    groups: dict[bytes, dict[str, bytes]]
+
+
 class Find(msgspec.Struct, frozen=True, tag=True):
     """A rank that streams past its RAM asks which of its chunks a shared tier has."""
 
@@ -325,7 +334,18 @@ class Find(msgspec.Struct, frozen=True, tag=True):
     """Bytes of each chunk, by digest."""
 
 
-Reported = RestoreRequested | RestoreJoined | RestoreWithdrawn | Damaged | Signalled | Wanted | PartDropped | Find
+Reported = (
+    RestoreRequested
+    | RestoreJoined
+    | RestoreWithdrawn
+    | Damaged
+    | Signalled
+    | Wanted
+    | Ballot
+    | PartDropped
+    | ReplicaDigests
+    | Find
+)
 """The messages of the other ranks' logs, which rank 0 applies."""
 
 

@@ -23,6 +23,7 @@ from tieredckpt.engine.ranks.departed import Departed
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import (
     Aborted,
+    Ballot,
     Committed,
     CompareReplicas,
     Damaged,
@@ -34,6 +35,7 @@ from tieredckpt.engine.ranks.messages import (
     Promoted,
     RendezvousComplete,
     RendezvousOpened,
+    ReplicaDigests,
     Replicate,
     Replicated,
     Reported,
@@ -304,6 +306,10 @@ class Ranked:
                 self.reports.apply(rank, message)
             case Find():
                 self.group.start(self.votes.dedupe.answer(rank, message), f"chunks that rank {rank} asked for")
+            case Ballot():
+                await self.votes.coordinator.voted(rank, message)
+            case ReplicaDigests():
+                self.votes.comparison.answered(rank, message)
             case PartDropped():
                 await self.votes.coordinator.part_dropped(rank, StepId(message.serial, message.step))
 

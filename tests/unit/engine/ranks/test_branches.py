@@ -64,7 +64,7 @@ async def test_a_look_at_an_older_step_leaves_the_branch_on_every_rank(place: Pl
 async def test_a_fork_is_real_once_all_have_their_parts_and_not_before(place: Place) -> None:
     async with place.opened(1, 2, 3) as ranks:
         await ranks.restored(1)
-        held = ranks.world.hold(1, "send", topic="saved/*")
+        held = ranks.world.hold(1, "send", topic="log/*")
         saves = await ranks.save(2, seed=22)
         await held.reached()
         assert await branches(ranks) == [[1, 2, 3]] * SIZE
@@ -99,7 +99,7 @@ async def test_a_save_that_fails_on_one_rank_leaves_branch_and_origin_on_all(
 async def test_a_save_that_follows_a_fork_which_fails_forks_at_its_origin(place: Place) -> None:
     async with place.opened(1, 2, 3) as ranks:
         await ranks.restored(1)
-        held = ranks.world.hold(2, "send", topic="saved/*")
+        held = ranks.world.hold(2, "send", topic="log/*")
         trees = [part(22, rank, SIZE) for rank in range(SIZE)]
         trees[1]["common"] = trees[1]["common"][:1]  # it does not fit the others'
         await asyncio.gather(*(store.save(2, trees[rank]) for rank, store in enumerate(ranks.stores)))
@@ -180,7 +180,7 @@ async def test_a_schedule_counts_from_the_origin_alike_on_all_ranks(place: Place
         await ranks.restored(10)
         for step, due in ((19, False), (20, True), (25, True), (29, False), (30, True)):
             assert [store.due(step) for store in ranks.stores] == [due] * SIZE, step
-        held = ranks.world.hold(1, "send", topic="saved/*")
+        held = ranks.world.hold(1, "send", topic="log/*")
         saves = await ranks.save(20)
         await held.reached()
         assert not any(store.due(29) for store in ranks.stores)

@@ -121,7 +121,7 @@ async def test_what_a_warned_rank_saves_last_is_durable_when_it_ends(
 ) -> None:
     async with cohort(2, shared_memory, tmp_path / "disk", crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        ranks.world.delay(1, 0.3, "send", topic="saved/*")  # so the block ends before the vote does
+        ranks.world.delay(1, 0.3, "send", topic="log/*")  # so the block ends before the vote does
         with pytest.raises(SystemExit) as ended:
             await save_on_a_warning(ranks, warned, 2, seconds=SOON)
         assert ended.value.code == EXIT_STATUS
@@ -131,7 +131,7 @@ async def test_what_a_warned_rank_saves_last_is_durable_when_it_ends(
 async def test_a_warned_rank_whose_last_save_is_not_decided_on_says_so(shared_memory: Path, tmp_path: Path) -> None:
     async with cohort(2, shared_memory, tmp_path / "disk", crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        ranks.world.kill(1, "send", topic="saved/*")
+        ranks.world.kill(1, "send", topic="log/*")
         with pytest.raises(SystemExit, match="not decided on step 2"):
             await save_on_a_warning(ranks, 0, 2, seconds=2.0)
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
-from tieredckpt.engine.ranks.communicator import COORDINATOR, Communicator
-from tieredckpt.engine.ranks.messages import Save
+from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.messages import Ballot
 from tieredckpt.engine.ranks.reopen import is_unavailable_here
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.wire_types import decode
 from tieredckpt.errors import Conflict, RanksUnavailable
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["FailingHere", "check", "failing", "named", "not_committed", "receive_given_up"]
+__all__ = ["FailingHere", "check", "failing", "named", "not_committed"]
 
 _LONGEST = 10
 """A failure names its tier in at most 2 to this power votes."""
@@ -49,48 +47,30 @@ class FailingHere:
         return tuple(found)
 
 
-def check(saves: Mapping[int, Save]) -> None:
+def check(votes: Mapping[int, Ballot]) -> None:
     """Raise `RanksUnavailable` or `Conflict`, naming the ranks, where not all have saved the same step."""
-    failures = {rank: save.failure for rank, save in saves.items() if save.failure is not None}
+    failures = {rank: vote.failure for rank, vote in votes.items() if vote.failure is not None}
     if failures:
         told = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:4])
         raise RanksUnavailable(f"{named(failures)} not saved it ({told})", failures)
-    serials = {save.serial for save in saves.values()}
+    serials = {vote.serial for vote in votes.values()}
     if len(serials) > 1:
-        late = [rank for rank, save in saves.items() if save.serial != max(serials)]
+        late = [rank for rank, vote in votes.items() if vote.serial != max(serials)]
         raise RanksUnavailable(f"{named(late)} skipped a save before; from now on all count alike again", late)
-    other = [rank for rank, save in saves.items() if save.origin != saves[COORDINATOR].origin]
+    other = [rank for rank, vote in votes.items() if vote.origin != votes[COORDINATOR].origin]
     if other:
         raise Conflict(
             f"{named(other)} not restored last what rank {COORDINATOR} has; restore is a call of all ranks: make "
             f"it on all of them again"
         )
-    streamed = {save.tier for save in saves.values() if save.tier is not None}
+    streamed = {vote.tier for vote in votes.values() if vote.tier is not None}
     if len(streamed) > 1:
         raise Conflict(f"the ranks have streamed it to several tiers: {', '.join(sorted(streamed))}")
 
 
-async def receive_given_up(communicator: Communicator, saves: Mapping[int, Save]) -> list[Save]:
-    """At rank 0: receive what ranks have sent for attempts that they gave up, or it would be kept for good.
-
-    Returns the votes on these attempts, of which each may name others.
-    """
-    votes: list[Save] = []
-    for rank, save in saves.items():
-        names = [*save.given_up] if rank != COORDINATOR else []
-        while names:
-            attempt = names.pop()
-            with suppress(RanksUnavailable):  # it was received, or never sent
-                votes.append(decode(await communicator.recv(rank, f"saved/{attempt}", timeout=0), Save))
-                names += votes[-1].given_up
-            with suppress(RanksUnavailable):
-                await communicator.recv(rank, f"replicas/{attempt}", timeout=0)
-    return votes
-
-
-def failing(saves: Mapping[int, Save]) -> tuple[str, ...]:
+def failing(votes: Mapping[int, Ballot]) -> tuple[str, ...]:
     """The shared tiers that some rank cannot use."""
-    return tuple({name for save in saves.values() for name in save.failing})
+    return tuple({name for vote in votes.values() for name in vote.failing})
 
 
 def named(ranks: Sequence[int] | Mapping[int, object]) -> str:

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from tieredckpt.concurrency import in_thread, until_done
-from tieredckpt.engine.ranks.communicator import RanksMissing
+from tieredckpt.engine.notify import Notification
 from tieredckpt.engine.ranks.group import Group
-from tieredckpt.engine.ranks.messages import CompareReplicas
+from tieredckpt.engine.ranks.messages import CompareReplicas, ReplicaDigests
 from tieredckpt.engine.saving.cells import Cell
 from tieredckpt.engine.saving.outlet import Outlet
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.wire_types import decode, encode
 from tieredckpt.errors import Conflict, RanksUnavailable
 from tieredckpt.format.digest import SIZE, digest
 from tieredckpt.format.layout import array_key
@@ -124,6 +123,9 @@ class Comparison:
         self._group = group
         self._mine: dict[str, Mapping[bytes, Digests]] = {}
         """By attempt and group of ranks."""
+        self._answers: dict[str, dict[int, Mapping[bytes, Digests]]] = {}
+        """At rank 0, what ranks have, by attempt and rank, while it compares them."""
+        self._came = Notification()
 
     def hold(self, attempt: str, groups: Mapping[bytes, Digests]) -> dict[bytes, bytes]:
         """Keep the digests of an attempt until `forget`; one digest for each group of ranks."""
@@ -155,14 +157,8 @@ class Comparison:
         groups = tuple(name for name, found in values.items() if len(found) > 1)
         if not groups:
             return ()
-        asked = CompareReplicas(attempt, groups)
-        self._group.publish(asked)
-        left = max(0.0, deadline - asyncio.get_running_loop().time())
-        try:
-            came = await self._group.gather(_topic(asked), self._said(asked), timeout=left)
-        except RanksMissing as error:
-            came = {**error.came, self._group.rank: self._said(asked)}
-        found, silent = await in_thread(_compared, groups, votes, came, pool=self._state.pool)
+        answers = await self._ask(CompareReplicas(attempt, groups), deadline)
+        found, silent = await in_thread(_compared, groups, votes, answers, pool=self._state.pool)
         if silent:
             told = f"replicas differ, and {show_ranks(silent)} did not say in time what they have"
             if self._state.config.when_replicas_differ == "refuse":
@@ -170,24 +166,37 @@ class Comparison:
             _log.error("%s", told)
         return found
 
-    async def answer(self, asked: CompareReplicas) -> None:
-        """Send rank 0 the digests of this rank."""
-        await self._group.gather(_topic(asked), self._said(asked))
+    async def _ask(self, asked: CompareReplicas, deadline: float) -> dict[int, Mapping[bytes, Digests]]:
+        """The digests of all ranks, or of those that have answered at the deadline."""
+        answers = self._answers[asked.attempt] = {self._group.rank: self.answer(asked).groups}
+        self._group.publish(asked)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._came.until(lambda: len(answers) == self._group.size)
+        except TimeoutError:
+            self._group.missed(set(range(self._group.size)) - answers.keys())
+        finally:
+            del self._answers[asked.attempt]
+        return answers
 
-    def _said(self, asked: CompareReplicas) -> bytes:
+    def answer(self, asked: CompareReplicas) -> ReplicaDigests:
+        """The digests of this rank."""
         mine = self._mine.get(asked.attempt, {})
-        return encode({name: mine[name] for name in asked.groups if name in mine})
+        return ReplicaDigests(asked.attempt, {name: mine[name] for name in asked.groups if name in mine})
 
-
-def _topic(asked: CompareReplicas) -> str:
-    return f"replicas/{asked.attempt}"
+    def answered(self, rank: int, answer: ReplicaDigests) -> None:
+        """At rank 0: another rank has told its digests."""
+        if (answers := self._answers.get(answer.attempt)) is not None:
+            answers[rank] = answer.groups
+            self._came.notify()
 
 
 def _compared(
-    groups: Sequence[bytes], votes: Mapping[int, Mapping[bytes, bytes]], came: Mapping[int, bytes]
+    groups: Sequence[bytes],
+    votes: Mapping[int, Mapping[bytes, bytes]],
+    answers: Mapping[int, Mapping[bytes, Digests]],
 ) -> tuple[tuple[Difference, ...], list[int]]:
-    """Differences within some groups of ranks, and the ranks of these groups that have not sent their digests."""
-    answers: dict[int, dict[bytes, Digests]] = {rank: decode(data, dict[bytes, Digests]) for rank, data in came.items()}
+    """Differences within some groups of ranks, and the ranks of these groups that have not told their digests."""
     silent = [
         rank for rank in votes if any(name in votes[rank] and name not in answers.get(rank, {}) for name in groups)
     ]

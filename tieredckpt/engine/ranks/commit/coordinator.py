@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.ranks.commit import ballots
 from tieredckpt.engine.ranks.commit.attempts import Attempts
+from tieredckpt.engine.ranks.commit.ballot_box import BallotBox
 from tieredckpt.engine.ranks.commit.compare import Comparison
-from tieredckpt.engine.ranks.commit.merged import MergedStep, MergedSteps, without_places
+from tieredckpt.engine.ranks.commit.merged import MergedSteps, without_places
 from tieredckpt.engine.ranks.commit.parts import merge_parts
-from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing
+from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.departed import Departed
 from tieredckpt.engine.ranks.group import Group
-from tieredckpt.engine.ranks.messages import Aborted, Committed, Save
+from tieredckpt.engine.ranks.messages import Aborted, Ballot, Committed
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.wire_types import Failure, brief, decode, encode
+from tieredckpt.engine.wire_types import Failure, brief
 from tieredckpt.errors import RanksUnavailable, TieredCkptError
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.replicas import Difference, ReplicasDisagree, show_difference
@@ -51,45 +52,61 @@ class Coordinator:
         self._attempts = attempts
         self._comparison = comparison
         self._departed = departed
+        self._box = BallotBox(group, attempts)
         self.parts: dict[StepId, Mapping[int, bytes]] = {}
         """The encoded parts of the steps that RAM holds, by rank."""
         self.merged_steps = MergedSteps()
         """The steps that the parts make together."""
         self._differed: set[tuple[int, ...]] = set()
         """The ranks that differed in the last save that was compared."""
-        self._dropped: dict[StepId, list[int]] = {}
-        """The ranks that have dropped their parts of steps before a decision."""
 
     def forget(self, step: StepId) -> None:
         """Forget a step that has left RAM."""
         self.parts.pop(step, None)
         self.merged_steps.forget(step)
 
+    def begin_epoch(self) -> None:
+        """Forget what rank 0 would have decided on before the restore of all ranks that begins."""
+        self._box.begin_epoch()
+
+    async def voted(self, rank: int, ballot: Ballot) -> None:
+        """Count the vote of another rank, and the steps that have left its RAM."""
+        await self._departed.forget(ballot.gone)
+        self._box.put(rank, ballot)
+
     async def part_dropped(self, rank: int, step: StepId) -> None:
         """Act on a rank that has dropped its part of a step: abort the vote, or count the step as not held any more."""
-        if step in self._state.tiers[0].steps.held:
-            await self._departed.forget(((step.serial, step.step),))
-        else:
-            self._dropped.setdefault(step, []).append(rank)
+        self._box.part_dropped(rank, step)
+        await self._departed.forget(((step.serial, step.step),))
 
-    async def decide(self, attempt: str, step: StepId, mine: Save) -> Decision:
-        """Collect the votes of all ranks, within the deadline, and decide on the attempt to save ``step``."""
-        saves = {COORDINATOR: mine}
+    async def decide(self, mine: Ballot) -> Decision:
+        """Collect the votes of all ranks, within the deadline, and decide on the attempt that rank 0 voted on."""
+        decision = await self._decide(mine)
+        message = decision.message
+        serial = message.serial if isinstance(message, Aborted) else message.record.id.serial
+        self._box.decided(mine.attempt, serial, message.open)
+        return decision
+
+    async def _decide(self, mine: Ballot) -> Decision:
+        attempt, step = mine.attempt, StepId(mine.serial, mine.step)
         differing: tuple[Difference, ...] = ()
         deadline = asyncio.get_running_loop().time() + self._group.deadline
         try:
-            await self._collect(attempt, saves)
-            digests = {rank: save.replicas for rank, save in saves.items()}
+            await self._box.collect(mine)
+            votes = self._box.votes_on(attempt)
+            ballots.check(votes)
+            digests = {rank: vote.replicas for rank, vote in votes.items()}
             differing = await self._comparison.differing(attempt, digests, deadline)
             self._check_replicas(step, differing)
-            parts = {rank: save.part for rank, save in saves.items()}
-            merged = await self._merged(step, parts)
+            parts = {rank: vote.part for rank, vote in votes.items()}
+            merged = await in_thread(lambda: without_places(merge_parts(parts)), pool=self._state.pool)
+            ballots.check(votes)  # a rank may have dropped its part meanwhile
         except Exception as error:  # whatever it is, the ranks wait for a decision
             if not isinstance(error, TieredCkptError):
                 _log.exception("%s: unexpected failure of the vote", step)
-            return Decision(self._aborted(attempt, step.step, saves, error, differing))
+            return Decision(self._aborted(mine, error, differing))
         self.merged_steps.keep(merged)
-        streamed_to = next((save.tier for save in saves.values() if save.tier is not None), None)
+        streamed_to = next((vote.tier for vote in votes.values() if vote.tier is not None), None)
         if streamed_to is None:
             self.parts[step] = parts
         committed = Committed(
@@ -97,24 +114,10 @@ class Coordinator:
             brief(merged.record),
             in_ram=streamed_to is None,
             open=self._attempts.open_beside(attempt),
-            failing=ballots.failing(saves),
+            failing=ballots.failing(votes),
             differing=differing,
         )
         return Decision(committed, streamed_to, parts)
-
-    async def _collect(self, attempt: str, saves: dict[int, Save]) -> None:
-        """Collect the votes of all ranks into ``saves``; raises when not all have saved the same step."""
-        missing: Sequence[int] = ()
-        try:
-            came = await self._group.gather(f"saved/{attempt}", encode(saves[COORDINATOR]))
-        except RanksMissing as error:
-            came, missing = error.came, error.ranks
-        saves.update({rank: decode(data, Save) for rank, data in came.items()})
-        for save in (*saves.values(), *await ballots.receive_given_up(self._group.communicator, saves)):
-            await self._departed.forget(save.gone)
-        if missing:
-            raise RanksUnavailable(f"{ballots.named(missing)} not saved it within {self._group.deadline:g} s", missing)
-        ballots.check(saves)
 
     def _check_replicas(self, step: StepId, differing: Sequence[Difference]) -> None:
         """Log replicas that are not equal, but not again while the same ranks differ.
@@ -130,22 +133,9 @@ class Coordinator:
         if self._differed != before:  # replicas that drift would fill the log
             _log.error("%s: %s", step, shown)
 
-    async def _merged(self, step: StepId, parts: Mapping[int, bytes]) -> MergedStep:
-        """Merge the parts. Raises `Conflict` if they do not fit, `RanksUnavailable` if a rank has lost its part."""
-        merged = await in_thread(lambda: without_places(merge_parts(parts)), pool=self._state.pool)
-        if dropped := self._dropped.pop(step, None):
-            raise RanksUnavailable(f"{ballots.named(dropped)} dropped a part of it to make room meanwhile", dropped)
-        return merged
-
-    def _aborted(
-        self,
-        attempt: str,
-        step: int,
-        saves: Mapping[int, Save],
-        error: Exception,
-        differing: Sequence[Difference],
-    ) -> Aborted:
+    def _aborted(self, mine: Ballot, error: Exception, differing: Sequence[Difference]) -> Aborted:
         """The message that aborts an attempt because of ``error``, from the votes that have come."""
+        attempt, votes = mine.attempt, self._box.votes_on(mine.attempt)
         reason = Failure.of(error).text
         ranks: Sequence[int] = error.ranks if isinstance(error, RanksUnavailable) else ()
         if isinstance(error, ReplicasDisagree):
@@ -155,26 +145,26 @@ class Coordinator:
             differing = (*differing, *(found for found in error.found if named.isdisjoint(found.ranks)))
             ranks = sorted(named or {rank for found in differing for rank in found.ranks})
         return Aborted(
-            step=step,
-            serial=max(save.serial for save in saves.values()),
+            step=mine.step,
+            serial=max(vote.serial for vote in votes.values()),
             tier=None,
             ranks=tuple(ranks),
             reason=reason,
             attempt=attempt,
-            last_serial=self._last_serial_of_all(saves),
+            last_serial=self._last_serial_of_all(votes),
             open=self._attempts.open_beside(attempt),
-            failing=ballots.failing(saves),
+            failing=ballots.failing(votes),
             differing=tuple(differing),
         )
 
-    def _last_serial_of_all(self, saves: Mapping[int, Save]) -> int:
+    def _last_serial_of_all(self, votes: Mapping[int, Ballot]) -> int:
         """The serial that all ranks continue from, of this attempt: what they save since counts alike.
 
         Where votes are missing, rank 0 may have made one save less than those that are.
         """
-        known = max(save.serial or save.last_serial for save in saves.values())
-        alike = len(saves) == self._group.size and len({save.serial for save in saves.values()} - {0}) < 2
-        return known if alike or saves[COORDINATOR].serial else known + 1
+        known = max(vote.serial or vote.last_serial for vote in votes.values())
+        alike = len(votes) == self._group.size and len({vote.serial for vote in votes.values()} - {0}) < 2
+        return known if alike or votes[COORDINATOR].serial else known + 1
 
 
 def _show(differing: Sequence[Difference]) -> str:

@@ -1,9 +1,9 @@
 """The vote of all ranks on a save: either all have their parts and these fit, or there is no step.
 
-A save returns without waiting for other ranks. Behind it, every rank votes: it sends rank 0 step, serial and its part,
-which names all chunks by their digests. When all votes are there and the parts fit together, rank 0 sends `Committed`:
-from then on the step counts as held. Otherwise it sends `Aborted`: every rank drops its part, and all continue with
-one serial, so that the next save works. How rank 0 decides is in `coordinator`.
+A save returns without waiting for other ranks. Behind it, every rank votes: it reports step, serial and its part, which
+names all chunks by their digests, to rank 0. When all votes are there and the parts fit together, rank 0 sends
+`Committed`: from then on the step counts as held. Otherwise it sends `Aborted`: every rank drops its part, and all
+continue with one serial, so that the next save works. How rank 0 decides is in `coordinator`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tieredckpt.concurrency import in_thread
@@ -24,10 +25,10 @@ from tieredckpt.engine.ranks.commit.parts import encode_own
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.departed import Departed
 from tieredckpt.engine.ranks.group import Group
-from tieredckpt.engine.ranks.messages import Aborted, Committed, CompareReplicas, PartDropped, Save
+from tieredckpt.engine.ranks.messages import Aborted, Ballot, Committed, CompareReplicas, PartDropped
 from tieredckpt.engine.ranks.turns import Turns
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.wire_types import Failure, encode
+from tieredckpt.engine.wire_types import Failure
 from tieredckpt.errors import RanksUnavailable, TieredCkptError
 from tieredckpt.events import CommitFailed, ReplicasDiffer, StepCommitted
 from tieredckpt.format.manifest import StepId, StepIndex
@@ -60,20 +61,16 @@ class Votes:
         self.turns = Turns(state.branch)
         self.attempts = Attempts()
         self.dedupe = Dedupe(state, group, self.attempts)
-        self._comparison = Comparison(state, group)
-        self.coordinator = Coordinator(state, group, self.attempts, self._comparison, departed)
+        self.comparison = Comparison(state, group)
+        self.coordinator = Coordinator(state, group, self.attempts, self.comparison, departed)
         self._failing_here = ballots.FailingHere(state)
-        self._given_up: list[str] = []
-        """Attempts that became no step, after this rank voted on them, and that no vote has named yet."""
-        self._unsent: set[str] = set()
-        """Attempts whose vote is on its way: rank 0 would not find it yet."""
         state.membership.part_dropped = self._report_dropped
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin the restore of that epoch, as all ranks do."""
         self.dedupe.begin_epoch()
         self.attempts.begin_epoch(epoch)
-        self._forget_refused(self.attempts.voted_against)  # rank 0 makes none of these saves any more
+        self.coordinator.begin_epoch()
 
     # -- this rank's vote ---------------------------------------------------------------------------------
 
@@ -89,10 +86,9 @@ class Votes:
             self._group.start(self.drop(step, ballots.not_committed(step, reason)), f"end of {step}")
             return
         self.attempts.voted_for[attempt] = step
-        self._unsent.add(attempt)
         origin = self._state.branch.continued_by(step).origin
         restored = 0 if origin is None else origin.step.serial
-        alike = self._comparison.hold(attempt, replicas)
+        alike = self.comparison.hold(attempt, replicas)
         self._group.start(self._vote_for(attempt, step, index, tier, restored, alike), f"vote on {step}")
 
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
@@ -100,9 +96,7 @@ class Votes:
         if self.attempts.end_copy(attempt) is not None:
             return  # rank 0 has decided, and would not receive the vote
         self.attempts.voted_against[attempt] = self._state.branch.last_serial
-        self._unsent.add(attempt)
-        ballot = self._ballot(0, failure=Failure.of(error))
-        self._group.start_last(self._vote(attempt, StepId(0, step), ballot), f"vote on step {step}")
+        self._group.start_last(self._vote(attempt, StepId(0, step), failure=Failure.of(error)), f"vote on step {step}")
 
     async def _vote_for(
         self,
@@ -118,60 +112,44 @@ class Votes:
             part = await in_thread(encode_own, index, pool=self._state.pool)
         except Exception as error:  # as without memory
             failure = Failure.of(error)
-        if attempt not in self.attempts.voted_for:  # it was aborted meanwhile
-            self._unsent.discard(attempt)
-            return
-        ballot = self._ballot(step.serial, part=part, tier=tier, failure=failure, origin=restored, replicas=replicas)
-        await self._vote(attempt, step, ballot)
+        if attempt in self.attempts.voted_for:  # else it was aborted meanwhile
+            await self._vote(attempt, step, part=part, tier=tier, failure=failure, origin=restored, replicas=replicas)
 
-    def _ballot(self, serial: int, **what: Any) -> Save:
-        given_up = tuple(attempt for attempt in self._given_up if attempt not in self._unsent)
-        self._given_up = [attempt for attempt in self._given_up if attempt in self._unsent]
-        return Save(
-            serial,
+    async def _vote(self, attempt: str, step: StepId, **what: Any) -> None:
+        ballot = Ballot(
+            attempt,
+            step.step,
+            step.serial,
             self._state.branch.last_serial,
             gone=self._departed.take(),
             failing=self._failing_here.names(),
-            given_up=given_up,
             **what,
         )
-
-    async def _vote(self, attempt: str, step: StepId, ballot: Save) -> None:
         if self._group.coordinates:
             await self._decide(attempt, step, ballot)
             return
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._group.patience
-        try:
-            await self._group.gather(f"saved/{attempt}", encode(ballot))
-        except RanksUnavailable as error:
-            self._departed.take_back(ballot.gone)
-            self._given_up += ballot.given_up
-            self._mark_indeterminate(attempt, str(error))
-            return
-        finally:
-            self._unsent.discard(attempt)
-        while attempt in self.attempts.voted_for and (left := deadline - loop.time()) > 0:
-            await self._state.changed.wait(left)
+        self._group.report(ballot)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._group.patience):
+                await self._state.changed.until(lambda: attempt not in self.attempts.voted_for)
         self._mark_indeterminate(attempt, f"rank 0 has not decided on it within {self._group.deadline:g} s")
 
-    async def _decide(self, attempt: str, step: StepId, ballot: Save) -> None:
+    async def _decide(self, attempt: str, step: StepId, ballot: Ballot) -> None:
         """At rank 0, decide on an attempt with the votes of all ranks, and apply the decision as they do."""
         try:
-            decision = await self.coordinator.decide(attempt, step, ballot)
+            decision = await self.coordinator.decide(ballot)
             self._group.publish(decision.message)
             await self.apply(decision.message)
             if decision.streamed_to is not None:
                 await self._commit_streamed(step, decision.streamed_to, decision.parts)
         finally:
-            self._unsent.discard(attempt)
             self.dedupe.decided(attempt)
 
     def _mark_indeterminate(self, attempt: str, reason: str) -> None:
         """Stop waiting; the part stays while there is room, as rank 0 may still decide."""
         if (step := self.attempts.voted_for.get(attempt)) is not None:
             self._group.missed([COORDINATOR])
-            self._comparison.forget(attempt)
+            self.comparison.forget(attempt)
             self._state.membership.undecided.discard(step)
             self._state.branch.indeterminate(step)
             self._fail(step, (COORDINATOR,), reason)
@@ -191,14 +169,14 @@ class Votes:
             case Aborted():
                 await self._apply_aborted(message)
             case CompareReplicas():
-                self._group.start(self._comparison.answer(message), f"comparison of {message.attempt}")
+                self._group.report(self.comparison.answer(message))
 
     async def _apply_committed(self, committed: Committed) -> None:
         """Count the step as held, or as undecided until its commit on a shared tier if RAM has not all parts."""
         step = committed.record.id
         self._state.membership.failing = frozenset(committed.failing)
         self.attempts.voted_for.pop(committed.attempt, None)
-        self._comparison.forget(committed.attempt)
+        self.comparison.forget(committed.attempt)
         for tier in self._state.tiers:
             tier.steps.unstick(RanksUnavailable)  # all ranks have answered
         self._emit(step, committed.differing)
@@ -259,8 +237,7 @@ class Votes:
     async def _give_up(self, attempt: str, ranks: Sequence[int], reason: str) -> None:
         """End an attempt that this rank has voted for, and drop its part."""
         step = self.attempts.voted_for.pop(attempt)
-        self._given_up.append(attempt)
-        self._comparison.forget(attempt)
+        self.comparison.forget(attempt)
         self._fail(step, ranks, reason)
         await self.drop(step, ballots.not_committed(step, reason))
 
@@ -268,7 +245,6 @@ class Votes:
         """Forget votes against saves on which rank 0 has decided, perhaps before they came, or never will."""
         for attempt in tuple(attempts):
             del self.attempts.voted_against[attempt]
-            self._given_up.append(attempt)
 
     def _emit(self, step: StepId, differing: Sequence[Difference]) -> None:
         for found in differing:

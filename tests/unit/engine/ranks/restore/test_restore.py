@@ -138,7 +138,7 @@ async def test_the_newest_step_that_is_whole_is_taken_and_not_a_newer_one_in_par
     async with place.open(2, crashing=True) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
         ranks.let_wait(DEADLINE)
-        ranks.world.kill(1, "send", topic="saved/*")
+        ranks.world.kill(1, "send", topic="log/*")
         await ranks.save(2, ranks=[0])
         await ranks.failed([0], step=2)
     async with place.open(2) as ranks:
@@ -149,7 +149,7 @@ async def test_the_newest_step_that_is_whole_is_taken_and_not_a_newer_one_in_par
 async def test_ranks_that_died_between_their_saves_and_their_agreement_have_the_step(place: Place) -> None:
     """Every part is there: that they never heard so is no reason to lose it."""
     async with place.open(2, crashing=True) as ranks:
-        held = ranks.world.hold(0, "recv", topic="saved/*")
+        held = ranks.world.hold(1, "send", topic="log/*")
         await ranks.save(1)
         await held.reached()
     async with place.open(2) as ranks:

@@ -1,0 +1,86 @@
+"""The votes that have come to rank 0, until it has decided on the attempt to save a step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+
+from msgspec.structs import replace
+
+from tieredckpt.engine.notify import Notification
+from tieredckpt.engine.ranks.commit.attempts import Attempts
+from tieredckpt.engine.ranks.commit.ballots import named
+from tieredckpt.engine.ranks.communicator import COORDINATOR
+from tieredckpt.engine.ranks.group import Group
+from tieredckpt.engine.ranks.messages import Ballot
+from tieredckpt.engine.wire_types import Failure
+from tieredckpt.errors import RanksUnavailable
+from tieredckpt.format.manifest import StepId
+
+__all__ = ["BallotBox"]
+
+
+class BallotBox:
+    """Keeps votes by attempt and rank; those on attempts that rank 0 will never decide on leave it with later ones.
+
+    Idle on ranks other than 0. Lives on the engine's loop.
+    """
+
+    def __init__(self, group: Group, attempts: Attempts) -> None:
+        self._group = group
+        self._attempts = attempts
+        self._votes: dict[str, dict[int, Ballot]] = {}
+        self._came = Notification()
+
+    def put(self, rank: int, ballot: Ballot) -> None:
+        """Keep a vote, unless rank 0 has decided on the attempt."""
+        if self._attempts.is_undecided(ballot.attempt):
+            self._votes.setdefault(ballot.attempt, {})[rank] = ballot
+            self._came.notify()
+
+    def part_dropped(self, rank: int, step: StepId) -> None:
+        """Count the vote of a rank that has its part of ``step`` no more as one against it."""
+        for votes in self._votes.values():
+            if rank in votes and StepId(votes[rank].serial, votes[rank].step) == step:
+                failure = Failure.of(RanksUnavailable("it dropped its part to make room meanwhile", [rank]))
+                votes[rank] = replace(votes[rank], part=b"", failure=failure)
+
+    async def collect(self, mine: Ballot) -> None:
+        """Wait for the votes of all ranks on an attempt, which `votes_on` has then.
+
+        Raises `RanksUnavailable` when some have not come within the deadline.
+        """
+        self.put(COORDINATOR, mine)
+        votes = self._votes[mine.attempt]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._group.deadline):
+                await self._came.until(lambda: len(votes) == self._group.size)
+        if missing := sorted(set(range(self._group.size)) - votes.keys()):
+            self._group.missed(missing)
+            raise RanksUnavailable(f"{named(missing)} not saved it within {self._group.deadline:g} s", missing)
+
+    def votes_on(self, attempt: str) -> Mapping[int, Ballot]:
+        """The votes on an attempt that have come, by rank."""
+        return self._votes[attempt]
+
+    def decided(self, attempt: str, serial: int, undecided: Collection[str]) -> None:
+        """Forget the votes on an attempt, and those that their ranks give up when they hear of the decision."""
+        del self._votes[attempt]
+        for other in self._votes.keys() - undecided:
+            self._keep(other, {rank: vote for rank, vote in self._votes[other].items() if _made_at(vote) >= serial})
+
+    def begin_epoch(self) -> None:
+        """Forget the votes on attempts that rank 0 will not begin any more."""
+        self._votes = {each: votes for each, votes in self._votes.items() if self._attempts.is_undecided(each)}
+
+    def _keep(self, attempt: str, votes: dict[int, Ballot]) -> None:
+        if votes:
+            self._votes[attempt] = votes
+        else:
+            del self._votes[attempt]
+
+
+def _made_at(vote: Ballot) -> int:
+    """The serial of a vote for a step; the last serial of its rank before a vote against one."""
+    return vote.serial or vote.last_serial
