@@ -14,6 +14,7 @@ several fragments: no store carries values of any size.
 
 How often a rank looks into its mailbox depends on how long nothing has come: it waits a twentieth of that time, up to
 a bound. So messages that follow each other are found at once, and a rank that waits for hours costs next to nothing.
+A rank that sends something looks as if something had come: it may be answered soon.
 """
 
 from __future__ import annotations
@@ -265,6 +266,7 @@ class Mailbox:
             part = data[fragment * _FRAGMENT : (fragment + 1) * _FRAGMENT]
             message = _Message("post", self.session, self.rank, topic, part, fragment=fragment, fragments=fragments)
             await self._put_all(message, others)
+        self._stir.set()
 
     async def recv(self, source: int, topic: str, *, timeout: float) -> bytes:
         """Look into the mailbox until the message is there."""
