@@ -33,8 +33,8 @@ def failing(store: CheckpointStore) -> list[str]:
 def waiting(store: CheckpointStore) -> list[str]:
     """Saves that wait: to be copied or refused; at rank 0 for votes, on the others for what it decides."""
     mode, state = store._life.engine.mode, store._life.engine.state
-    attempts = mode.ranked.votes.attempts
-    votes = (*attempts.voted_for, *attempts.voted_against) if mode.ranked.group.coordinates else state.membership.undecided
+    attempts, leads = mode.ranked.votes.attempts, mode.ranked.group.coordinates
+    votes = (*attempts.voted_for, *attempts.voted_against) if leads else state.membership.undecided
     return [str(each) for each in (*attempts._copying, mode._refused, *votes) if each is not None]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tieredckpt.devices.base import Device, Stream
-from tieredckpt.engine.loop import Latch
 from tieredckpt.engine.state.branch import Origin
 
 __all__ = ["SaveCall"]
@@ -30,5 +29,5 @@ class SaveCall:
     """When (monotonic) the trainer began to wait for this save."""
     streams: Mapping[Device, Stream]
     """Those on which the trainer works."""
-    begun: Latch
-    """Open once the save has begun, which tells other ranks itself how it ends, or once they were told of a refusal."""
+    turn: object
+    """Stands for the call until the save has begun, which then tells other ranks itself how it ends."""

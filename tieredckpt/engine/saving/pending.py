@@ -14,7 +14,8 @@ from typing import Any
 from tieredckpt._arguments import checked_metrics, checked_patterns
 from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.devices.base import Device, Event, Stream
-from tieredckpt.engine.loop import EngineLoop, Latch
+from tieredckpt.engine.loop import EngineLoop
+from tieredckpt.engine.notify import Notification
 from tieredckpt.engine.saving.call import SaveCall
 from tieredckpt.engine.saving.capture import Capture, check_immutable, made_ready
 from tieredckpt.engine.saving.lazy import DigestGuard, LazyCapture
@@ -63,12 +64,11 @@ class PendingSaves:
         """Oldest first."""
         self._foreground: set[asyncio.Task[Any]] = set()
         """Calls that make a save, for whose end the trainer waits."""
-        self._calls: dict[Latch, tuple[int, BaseException] | None] = {}
-        """Calls of `save` that have not begun, oldest first; with step and error those that never will."""
+        self._turns: dict[object, tuple[int, BaseException] | None] = {}
+        """Calls of `save` whose save has not begun, oldest first; with step and error those whose save never will."""
+        self._turn_ended = Notification()
         self._calls_that_wait: set[object] = set()
         """Calls, but for those of `save`, that may wait for a background save."""
-        self._guards_order = asyncio.Lock()
-        """Held by the call of `save` that begins next: saves are made in the order of their calls."""
 
     @property
     def background(self) -> set[asyncio.Task[Saved]]:
@@ -97,9 +97,9 @@ class PendingSaves:
         The rest is as for `CheckpointStore.save`. Returns the result of the save, or its task if it goes on behind the
         trainer; and, for a lazy save, its capture, which the trainer confirms.
         """
-        begun = Latch()
+        turn = object()
         try:
-            self._calls[begun] = None
+            self._turns[turn] = None
             metrics, replicated = checked_metrics(metrics), checked_patterns("replicated", replicated)
             if capture not in _CAPTURES:
                 raise Invalid(f"capture is {', '.join(map(repr, _CAPTURES))}, and not {capture!r}")
@@ -113,7 +113,7 @@ class PendingSaves:
                 origin=origin,
                 at=time.monotonic(),
                 streams=streams,
-                begun=begun,
+                turn=turn,
             )
             if capture == "copy":
                 return await loop.call(self._copy(call, tree)), None
@@ -124,27 +124,30 @@ class PendingSaves:
                 return await self._begin(loop, call, flat, Capture()), None
             return await self._begin_with_copies(loop, call, tree, _COPIES[capture]), None
         except BaseException as error:
-            loop.soon(partial(self._refused, begun, step, error))  # in no variable, which its traceback would refer to
+            loop.soon(partial(self._refused, turn, step, error))  # in no variable, which its traceback would refer to
             raise
 
-    def _begins(self, begun: Latch) -> None:
-        begun.open()
-        self._calls.pop(begun, None)
-        asyncio.get_running_loop().call_soon(self._tell_refused)  # once the save has its turn
+    async def _my_turn(self, turn: object) -> None:
+        """Wait until all earlier calls of `save` have begun: saves are made, and ranks number them, in their order."""
+        await self._turn_ended.until(lambda: tuple(self._turns)[:1] == (turn,))  # of a copy: other threads add
 
-    def _refused(self, begun: Latch, step: int, error: BaseException) -> None:
-        if not begun.is_open:
-            begun.open()
-            self._calls[begun] = step, error
+    def _begins(self, turn: object) -> None:
+        del self._turns[turn]
+        asyncio.get_running_loop().call_soon(self._tell_refused)  # once the save has its turn among those of the ranks
+
+    def _refused(self, turn: object, step: int, error: BaseException) -> None:
+        if turn in self._turns:
+            self._turns[turn] = step, error
             self._tell_refused()
 
     def _tell_refused(self) -> None:
-        """Tell of the calls that never begin, once all before them have begun: ranks number saves in this order."""
-        for begun, refused in tuple(self._calls.items()):
+        """Tell of the calls that never begin, once all before them have begun, and let the next one begin."""
+        for turn, refused in tuple(self._turns.items()):
             if refused is None:
                 break
-            del self._calls[begun]
+            del self._turns[turn]
             self._not_begun(*refused)
+        self._turn_ended.notify()
 
     async def _copy(self, call: SaveCall, tree: Any) -> Saved:
         """Save, and return when it is done."""
@@ -152,14 +155,14 @@ class PendingSaves:
         assert task is not None, "a coroutine runs in a task"
         self._foreground.add(task)
         try:
-            async with self._guards_order:
-                try:
-                    flat = await in_thread(self._flatten, tree, call.streams)
-                    await self._confirm_now()  # those of calls since this one, which it would wait for
-                except BaseException as error:  # told before the next save begins
-                    self._refused(call.begun, call.step, error)
-                    raise
-            self._begins(call.begun)
+            try:
+                await self._my_turn(call.turn)
+                flat = await in_thread(self._flatten, tree, call.streams)
+                await self._confirm_now()  # those of calls since this one, which it would wait for
+            except BaseException as error:  # told before the next save begins
+                self._refused(call.turn, call.step, error)
+                raise
+            self._begins(call.turn)
             return await self._save(call, Capture(), flat)
         finally:
             self._foreground.discard(task)
@@ -205,12 +208,12 @@ class PendingSaves:
             raise
 
     async def _begin_now(self, call: SaveCall, flat: Flat, capture: Capture) -> asyncio.Task[Saved]:
-        async with self._guards_order:
-            await self._confirm_now()  # or this save waits for that of a concurrent call, and so does who awaits both
+        await self._my_turn(call.turn)
+        await self._confirm_now()  # or this save waits for that of a concurrent call, and so does who awaits both
         capture.stall = time.monotonic() - call.at  # the trainer goes on from here
         saving = self._save(call, capture, flat)
         task = asyncio.create_task(saving, name=f"tieredckpt save {call.step}")
-        self._begins(call.begun)
+        self._begins(call.turn)
         task.add_done_callback(partial(self._ended, call.step))
         self._background[task] = capture
         self._state.observation.saving[call.step] = time.time(), call.origin

@@ -260,14 +260,16 @@ async def test_saves_called_at_the_same_time_wait_for_no_confirmation_that_canno
                 assert await values_of(store, checkpoint.step) == (checkpoint.step,)
 
 
-@pytest.mark.parametrize("capture", ["copy", "lazy"])
+@pytest.mark.parametrize("first", ["copy", "lazy"])
+@pytest.mark.parametrize("second", ["copy", "lazy"])
 async def test_saves_called_at_the_same_time_are_made_in_the_order_of_the_calls(
-    tiers: StoreConfig, capture: Literal["copy", "lazy"]
+    tiers: StoreConfig, first: Literal["copy", "lazy"], second: Literal["copy", "lazy"]
 ) -> None:
-    """Decision 26: the newest was the one whose tree takes longest to flatten."""
-    many = {"many": {str(key): key for key in range(5000)}}
+    """Decision 26: the newest was the one whose tree takes longest to flatten, or to digest."""
+    tiers = tiers.model_copy(update={"lazy_guard": "digests"})
+    much = {"many": {str(key): key for key in range(5000)}, "large": np.zeros(16 << 20, np.uint8)}
     async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
-        await asyncio.gather(store.save(1, many), store.save(2, {"w": full(2)}, capture=capture))
+        await asyncio.gather(store.save(1, much, capture=first), store.save(2, {"w": full(2)}, capture=second))
         await store.flush()
         assert [info.step for info in sorted(await store.steps(), key=lambda info: info.serial)] == [1, 2]
 

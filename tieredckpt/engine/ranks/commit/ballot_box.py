@@ -9,7 +9,6 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from tieredckpt.engine.notify import Notification
-from tieredckpt.engine.ranks.commit.attempts import Attempts
 from tieredckpt.engine.ranks.commit.ballots import named
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.group import Group
@@ -22,22 +21,20 @@ __all__ = ["BallotBox"]
 
 
 class BallotBox:
-    """Keeps votes by attempt and rank; those on attempts that rank 0 will never decide on leave it with later ones.
+    """Keeps votes by attempt and rank. Idle on ranks other than 0; lives on the engine's loop.
 
-    Idle on ranks other than 0. Lives on the engine's loop.
+    A vote that comes too late, or on a save that rank 0 never makes, is kept until the next decision.
     """
 
-    def __init__(self, group: Group, attempts: Attempts) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._attempts = attempts
         self._votes: dict[str, dict[int, Ballot]] = {}
         self._came = Notification()
 
     def put(self, rank: int, ballot: Ballot) -> None:
-        """Keep a vote, unless rank 0 has decided on the attempt."""
-        if self._attempts.is_undecided(ballot.attempt):
-            self._votes.setdefault(ballot.attempt, {})[rank] = ballot
-            self._came.notify()
+        """Keep the vote of a rank."""
+        self._votes.setdefault(ballot.attempt, {})[rank] = ballot
+        self._came.notify()
 
     def part_dropped(self, rank: int, step: StepId) -> None:
         """Count the vote of a rank that has its part of ``step`` no more as one against it."""
@@ -68,17 +65,8 @@ class BallotBox:
         """Forget the votes on an attempt, and those that their ranks give up when they hear of the decision."""
         del self._votes[attempt]
         for other in self._votes.keys() - undecided:
-            self._keep(other, {rank: vote for rank, vote in self._votes[other].items() if _made_at(vote) >= serial})
-
-    def begin_epoch(self) -> None:
-        """Forget the votes on attempts that rank 0 will not begin any more."""
-        self._votes = {each: votes for each, votes in self._votes.items() if self._attempts.is_undecided(each)}
-
-    def _keep(self, attempt: str, votes: dict[int, Ballot]) -> None:
-        if votes:
-            self._votes[attempt] = votes
-        else:
-            del self._votes[attempt]
+            left = {rank: vote for rank, vote in self._votes.pop(other).items() if _made_at(vote) >= serial}
+            self._votes |= {other: left} if left else {}
 
 
 def _made_at(vote: Ballot) -> int:

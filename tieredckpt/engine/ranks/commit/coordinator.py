@@ -52,7 +52,7 @@ class Coordinator:
         self._attempts = attempts
         self._comparison = comparison
         self._departed = departed
-        self._box = BallotBox(group, attempts)
+        self._box = BallotBox(group)
         self.parts: dict[StepId, Mapping[int, bytes]] = {}
         """The encoded parts of the steps that RAM holds, by rank."""
         self.merged_steps = MergedSteps()
@@ -64,10 +64,6 @@ class Coordinator:
         """Forget a step that has left RAM."""
         self.parts.pop(step, None)
         self.merged_steps.forget(step)
-
-    def begin_epoch(self) -> None:
-        """Forget what rank 0 would have decided on before the restore of all ranks that begins."""
-        self._box.begin_epoch()
 
     async def voted(self, rank: int, ballot: Ballot) -> None:
         """Count the vote of another rank, and the steps that have left its RAM."""

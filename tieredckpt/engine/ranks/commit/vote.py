@@ -70,7 +70,6 @@ class Votes:
         """Begin the restore of that epoch, as all ranks do."""
         self.dedupe.begin_epoch()
         self.attempts.begin_epoch(epoch)
-        self.coordinator.begin_epoch()
 
     # -- this rank's vote ---------------------------------------------------------------------------------
 
