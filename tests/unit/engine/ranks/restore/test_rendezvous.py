@@ -14,6 +14,7 @@ from tieredckpt.checkpoint import Restored
 from tieredckpt.engine.ranks.messages import Chosen
 from tieredckpt.engine.ranks.restore import restore
 from tieredckpt.errors import Closed, Corrupt, RanksUnavailable
+from tieredckpt.events import StepCommitted
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,8 @@ def soon_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def asked(ranks: Cohort, rank: int, times: int = 1) -> None:
-    """Wait until a rank has told rank 0 so often that it wants to restore, or wants to no more."""
+    """Wait until a rank has told rank 0 so often that it wants to restore, or wants to no more, besides its votes."""
+    times += len(ranks.heard[rank].of(StepCommitted))
     async with asyncio.timeout(SOON):
         while len([1 for call in ranks.world.calls if call[:2] == (rank, "send") and "log/" in call[2]]) < times:
             await asyncio.sleep(0.005)
