@@ -24,6 +24,7 @@ from tieredckpt.format.structure import (
     Node,
     ObjectNode,
     TypedNode,
+    is_dict,
     names_of,
     scalar_value,
     with_children,
@@ -102,6 +103,8 @@ def _record(parts: Sequence[Part]) -> StepRecord:
 
 def _merged(path: str, group: _Group) -> Node:
     group = _distinct(group)
+    if any(isinstance(node, TypedNode) and node.of == MAP for _, node in group):
+        group = [(rank, _as_map(node)) for rank, node in group]
     rank, first = group[0]
     if len(group) == 1:
         return first
@@ -114,21 +117,24 @@ def _merged(path: str, group: _Group) -> Node:
     for seen, node in group:
         assert isinstance(node, CONTAINERS)
         names = names_of(node)
-        if (not _open_ended(first) and list(names) != list(names_of(first))) or _typed(node) != _typed(first):
+        if (not is_dict(first) and list(names) != list(names_of(first))) or _typed(node) != _typed(first):
             raise _differ(path, rank, seen, f"{_show(first)} and {_show(node)}, which only dicts may have of their own")
         for name, child in zip(names, node.children, strict=True):
             children.setdefault(name, []).append((seen, child))
     paths: dict[str, str | int] = {}
     for name, below in children.items():
         key = child_key(path, name)
-        if paths.setdefault(key, name) is not name and paths[key] != name:
+        if paths.setdefault(key, name) is not name:
             raise _differ(key, children[paths[key]][0][0], below[0][0], f"{paths[key]!r} and {name!r}")
     merged = [_merged(child_key(path, name), below) for name, below in children.items()]
     return with_children(first, list(children), merged)
 
 
-def _open_ended(node: ContainerNode) -> bool:
-    return isinstance(node, DictNode) or (isinstance(node, TypedNode) and node.of == MAP)
+def _as_map(node: Node) -> Node:
+    """A dict as a map, if its children have the same names there; anything else as it is."""
+    if isinstance(node, DictNode) and all(isinstance(name, str) and name[:1] != "=" for name in node.keys):
+        return TypedNode(node.keys, node.children, MAP)
+    return node
 
 
 def _typed(node: ContainerNode) -> object:
@@ -153,7 +159,8 @@ def _show(node: Node) -> str:
     if isinstance(node, ObjectNode):
         return f"a {node.of} {node.value!r:.100}"
     if isinstance(node, CONTAINERS):
-        return f"a {type(node).__name__.removesuffix('Node').lower()} of {len(node.children)}"
+        kind = node.of if isinstance(node, TypedNode) else type(node).__name__.removesuffix("Node").lower()
+        return f"a {kind} of {len(node.children)}"
     return f"{scalar_value(node)!r:.100}"
 
 

@@ -57,6 +57,7 @@ __all__ = [
     "container",
     "decode_structure",
     "encode_structure",
+    "is_dict",
     "names_of",
     "scalar_node",
     "scalar_value",
@@ -186,7 +187,7 @@ ScalarNode: TypeAlias = IntNode | FloatNode | ComplexNode | BoolNode | StrNode |
 Node: TypeAlias = ContainerNode | ArrayNode | ScalarNode | ObjectNode
 
 MAP: Final = "map"
-"""The kind of a dict with keys that a `DictNode` cannot store; ranks may have different keys, as in a dict."""
+"""The kind of a dict with keys that a `DictNode` cannot store."""
 
 CONTAINERS: Final = (DictNode, ListNode, TupleNode, NamedTupleNode, DataclassNode, CustomNode, TypedNode)
 
@@ -215,6 +216,11 @@ def with_children(node: ContainerNode, names: Sequence[str | int], children: lis
 def names_of(node: ContainerNode) -> Sequence[str | int]:
     """Names of the children of ``node``, in their order."""
     return range(len(node.children)) if isinstance(node, _Sequence) else node.keys
+
+
+def is_dict(node: Node) -> bool:
+    """Whether ``node`` is a dict, of whatever keys."""
+    return isinstance(node, DictNode) or (isinstance(node, TypedNode) and node.of == MAP)
 
 
 def walk(structure: Node, path: str = ROOT) -> Iterator[tuple[str, Node]]:

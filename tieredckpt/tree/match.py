@@ -23,6 +23,7 @@ from tieredckpt.format.structure import (
     NoneNode,
     ObjectNode,
     TypedNode,
+    is_dict,
     scalar_value,
     walk,
 )
@@ -309,7 +310,7 @@ def _fits(like: Node, stored: Node) -> bool:
         return (like.dtype, like.shape, like.prng) == (stored.dtype, stored.shape, stored.prng)
     if isinstance(stored, ArrayNode) and fits_scalar(like, stored):
         return True
-    if _is_plain_form(like, stored):
+    if _is_plain_form(like, stored) or (is_dict(like) and is_dict(stored)):
         return True
     if isinstance(like, ObjectNode) and isinstance(stored, ObjectNode):
         return like.of == stored.of

@@ -248,7 +248,8 @@ def test_dicts_of_any_keys_are_merged_as_dicts_are() -> None:
         (TypedNode([0], [NoneNode()], "deque", 3), TypedNode([0], [NoneNode()], "deque", 4), "root"),
         (TypedNode(["a"], [NoneNode()], "map"), TypedNode(["a"], [NoneNode()], "counter"), "root"),
         (TypedNode(["a"], [NoneNode()], "namespace"), TypedNode(["b"], [NoneNode()], "namespace"), "root"),
-        (TypedNode(["a"], [NoneNode()], "map"), DictNode(["a"], [NoneNode()]), "root"),
+        (TypedNode(["=[1]"], [NoneNode()], "map"), DictNode([1], [NoneNode()]), "root: a map of 1 and a dict of 1"),
+        (TypedNode(["=[1]"], [NoneNode()], "map"), DictNode(["=2"], [NoneNode()]), "root: a map of 1 and a dict of 1"),
         (DictNode(["x"], [IntNode(1)]), DictNode(["x"], [IntNode(2)]), "'x': 1 and 2;"),
         (DictNode(["x"], [node("x")]), DictNode(["x"], [node("x", (9, 4))]), "'x'"),
         (DictNode(["x"], [node("x")]), DictNode(["x"], [NoneNode()]), "'x'"),
@@ -265,11 +266,16 @@ def test_any_other_difference_is_a_conflict_that_names_path_and_ranks(one: Node,
         merge_structures({3: one, 5: one, 7: other})
 
 
+def dict_node(found: dict[str, Node]) -> Node:
+    """A dict as it is stored, by the names of its keys."""
+    if any(name.startswith("=") for name in found):
+        return TypedNode(list(found), list(found.values()), "map")
+    return DictNode(list(found), list(found.values()))
+
+
 NODES = st.recursive(
     st.just(NoneNode()) | st.integers(0, 2).map(IntNode),
-    lambda below: st.dictionaries(st.sampled_from("abcd"), below, max_size=3).map(
-        lambda found: DictNode(list(found), list(found.values()))
-    ),
+    lambda below: st.dictionaries(st.sampled_from(["a", "b", "=[1,2]", "=[0]"]), below, max_size=3).map(dict_node),
     max_leaves=8,
 )
 
@@ -277,16 +283,16 @@ NODES = st.recursive(
 @given(whole=NODES, ranks=st.integers(1, 4), data=st.data())
 def test_dicts_cut_into_parts_are_whole_again(whole: Node, ranks: int, data: st.DataObject) -> None:
     def part(found: Node) -> Node:
-        if not isinstance(found, DictNode):
+        if not isinstance(found, DictNode | TypedNode):
             return found
         kept = [pair for pair in zip(found.keys, found.children, strict=True) if data.draw(st.booleans())]
-        return DictNode([name for name, _ in kept], [part(child) for _, child in kept])
+        return dict_node({str(name): part(child) for name, child in kept})
 
     merged = merge_structures({**{rank: part(whole) for rank in range(ranks)}, ranks: whole})
     assert sorted_names(merged) == sorted_names(whole)
 
 
 def sorted_names(found: Node) -> Any:
-    if not isinstance(found, DictNode):
+    if not isinstance(found, DictNode | TypedNode):
         return found
-    return {name: sorted_names(child) for name, child in zip(found.keys, found.children, strict=True)}
+    return type(found), {name: sorted_names(child) for name, child in zip(found.keys, found.children, strict=True)}

@@ -13,7 +13,7 @@ import optree
 import pytest
 
 from tieredckpt.errors import Corrupt, Invalid, NotFound
-from tieredckpt.tree import flatten, host_view, match, unflatten
+from tieredckpt.tree import flatten, host_view, match, select, unflatten
 from tieredckpt.tree.containers import NAMESPACE
 from tieredckpt.tree.match import AS_SAVED
 
@@ -240,6 +240,23 @@ def test_what_like_leaves_open_comes_back_as_it_was_saved() -> None:
     found = match({"known": AS_SAVED, "open": AS_SAVED, "number": 0}, flatten(saved).structure)
     assert [node.key for node in found.as_saved] == ["known/mu", "open/0", "open/1/x/0"]
     assert found.leaves == ()
+
+
+@pytest.mark.parametrize(
+    ("saved", "like", "keys", "got"),
+    [
+        ({"a": 1, (0, 1): 2}, {}, None, {}),
+        ({"a": 1, (0, 1): 2}, {"a": 0}, None, {"a": 1}),
+        ({"a": 1, (0, 1): 2}, {"a": 0}, ["d/a"], {"a": 1}),
+        ({"a": 1}, {"a": 0, (0, 1): 0}, ["d/a"], {"a": 1, (0, 1): 0}),
+    ],
+)
+def test_a_part_of_a_dict_is_restored_whatever_the_keys_of_the_rest_are(
+    saved: Any, like: Any, keys: list[str] | None, got: Any
+) -> None:
+    whole = flatten({"d": saved}).structure
+    wanted = whole if keys is None else select(whole, keys)
+    assert match({"d": like}, wanted, part=True, keys=keys, whole=whole).build({}) == {"d": got}
 
 
 def test_a_copy_of_a_pattern_leaves_the_same_open() -> None:
