@@ -139,6 +139,15 @@ def test_what_is_made_up_here_is_right_but_for_what_is_changed() -> None:
     assert decode_catalog(made_up(steps=[step()]), "here").steps == found.steps
 
 
+@pytest.mark.parametrize("position", [0, 8, 12])
+def test_one_of_another_kind_or_version_is_refused_though_its_checksum_fits(position: int) -> None:
+    changed = bytearray(made_up()[:-4])
+    changed[position] ^= 1
+    changed += crc32c(changed).to_bytes(4, "little")
+    with pytest.raises(Corrupt, match="version 3"):
+        decode_catalog(bytes(changed), "here")
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_what_no_writer_would_have_said_is_refused_though_the_checksum_fits(what: str) -> None:
     with pytest.raises(Corrupt):

@@ -102,13 +102,49 @@ def test_every_item_is_found_in_the_chunk_that_its_rank_wrote(
             expected[box.slices()] = first + of_cell(grid)
             first += grid.size
         parts.append(Part(record(rank, world, DictNode(["w"], [node("w", shape)])), arrays))
-    step = merge(parts)
+    assert np.array_equal(items(merge(parts), shape), expected)
+
+
+def items(step: StepIndex, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For every item of ``w``, the number of the chunk that it is in."""
     found = np.full(shape, -1)
     for box, name in step.blocks("w"):
         array = step.arrays[name]
         numbers = np.array([int.from_bytes(chunk.digest, "big") for chunk in array.chunks])
         found[box.slices()] = numbers[of_cell(array.grid)]
-    assert np.array_equal(found, expected)
+    return found
+
+
+BOX = st.tuples(*[st.tuples(st.integers(0, 3), st.integers(1, 4)).filter(lambda axis: sum(axis) <= 4)] * 2)
+
+
+@given(boxes=st.lists(BOX, min_size=1, max_size=4, unique_by=lambda box: (box[0][0], box[1][0])), data=st.data())
+def test_blocks_of_any_cells_make_an_array_in_which_every_item_is_their_own_or_none(
+    boxes: list[tuple[tuple[int, int], ...]], data: st.DataObject
+) -> None:
+    shape = tuple(max(start + size for start, size in axis) for axis in zip(*boxes, strict=True))
+    seen = np.zeros(shape, int)
+    expected = np.zeros(shape, int)
+    arrays: dict[str, PartArray] = {}
+    first = 0
+    for axes in boxes:
+        box = Box(tuple(start for start, _ in axes), tuple(size for _, size in axes))
+        grid = Grid(box.shape, data.draw(st.sampled_from([(1, 2), (2, 1), (2, 2)])), 1)
+        arrays[layout.block_key("w", box.offset)] = block(grid, first)
+        seen[box.slices()] += 1
+        expected[box.slices()] = first + of_cell(grid)
+        first += grid.size
+    part = Part(record(0, 1, DictNode(["w"], [node("w", shape)])), arrays)
+    if (seen == 1).all():
+        assert np.array_equal(items(merge([part]), shape), expected)
+    else:
+        assert "shards of array 'w' do not add up" in conflict(part)
+
+
+def test_a_last_block_that_is_shorter_than_its_cell_is_joined_with_the_others() -> None:
+    structure = DictNode(["w"], [node("w", (5,))])
+    arrays = {layout.block_key("w", (at,)): block(Grid((size,), (2,), 1), at) for at, size in ((0, 4), (4, 1))}
+    assert list(merge([Part(record(0, 1, structure), arrays)]).arrays) == ["w"]
 
 
 def of_cell(grid: Grid) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -90,6 +90,16 @@ def test_a_part_with_any_byte_changed_or_cut_is_corrupt(data: st.DataObject) -> 
             decode_extents(damaged, "parts/1")
 
 
+@pytest.mark.parametrize("position", [0, 8, 12])
+def test_a_part_of_another_kind_or_version_is_refused_though_its_checksum_fits(position: int) -> None:
+    changed = bytearray(encode_part(part())[:-4])
+    changed[position] ^= 1
+    changed += crc32c(changed).to_bytes(4, "little")
+    for decode in (decode_part, decode_extents):
+        with pytest.raises(Corrupt, match="parts/1: no part of version 1"):
+            decode(bytes(changed), "parts/1")
+
+
 @given(kinds=st.tuples(*[st.integers(0, 2)] * 3))
 def test_the_extents_of_a_part_are_those_of_its_arrays(kinds: tuple[int, int, int]) -> None:
     arrays = part(kinds).arrays.values()
