@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -134,3 +136,55 @@ def test_what_is_filled_in_takes_the_place_of_all_before(found: list[tuple[bytes
     known[b"\1" * 16] = Extent(PATHS[0], 0, 1)
     known.fill(PATHS, *as_footers(found))
     assert known.keys() == {digest for digest, _ in found}
+
+
+def before_each_instruction(work: Callable[[], object], call: Callable[[int], object]) -> int:
+    """Call ``call`` with its number before each instruction of ``work``, as another thread might; returns how many."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            sys.settrace(None)
+            call(count)
+            sys.settrace(trace)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("refill", [False, True])
+def test_a_reader_on_another_thread_finds_a_chunk_where_it_was_or_where_it_is(refill: bool) -> None:
+    digest, was, now = b"\1" * 16, Extent(PATHS[0], 0, 5), Extent(PATHS[1], 4096, 7)
+    found: set[Extent | None] = set()
+    known = ChunkIndex()
+
+    def fill(at: Extent) -> None:
+        paths = [at.path, *PATHS]
+        counts, table = as_footers([(digest, at)])
+        known.fill(paths, np.array([1, *np.zeros_like(counts)]), table)
+
+    def change() -> None:
+        if refill:
+            fill(now)
+        else:
+            known[digest] = now
+
+    def read(_: int = 0) -> None:
+        found.add(known.get(digest))
+        assert digest in known
+
+    fill(was)
+    before_each_instruction(change, read)
+    fill(was)
+    for place in range(1, 1 + before_each_instruction(read, lambda _: None)):
+        fill(was)
+        before_each_instruction(read, lambda number, place=place: change() if number == place else None)
+    assert found == {was, now}
