@@ -83,8 +83,6 @@ def tile(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     """
     everything = Box.whole(shape)
     found = list(boxes)
-    if not all(len(box.shape) == len(shape) and min(box.shape, default=0) >= 0 for box in found):
-        return False
     if not all(map(everything.contains, found)):
         return False
     found = [box for box in found if box.size]
