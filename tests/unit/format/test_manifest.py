@@ -10,13 +10,15 @@ from support.records import first_record
 
 from tieredckpt.blobs.codecs import CODECS
 from tieredckpt.errors import Corrupt
+from tieredckpt.format import ocdbt
 from tieredckpt.format.boxes import Box
 from tieredckpt.format.digest import digest
 from tieredckpt.format.encoding import CRC32C, PLAIN
 from tieredckpt.format.grid import Grid
 from tieredckpt.format.keys import child_key
-from tieredckpt.format.layout import block_key, btree_key
+from tieredckpt.format.layout import block_key, btree_key, pack_key
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, StepRecord, decode_step, encode_step
+from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.structure import ArrayNode, DictNode
 
 NAMES = st.text("a.-!%/0", min_size=1, max_size=4) | st.text(st.characters(codec="utf-8"), max_size=6)
@@ -48,6 +50,27 @@ def test_an_index_holds_no_large_chunk_in_a_few_bytes() -> None:
     assert len(files.btree) < 10_000
     with pytest.raises(Corrupt, match="1048576 bytes in the index"):
         decode_step(files.manifest, files.btree, path)
+
+
+@pytest.mark.parametrize(
+    ("key", "metadata"),
+    [
+        (b"\xff/zarr.json", None),
+        (b"w/zarr.json", b"{}"),
+        (b"w/zarr.json", Extent(pack_key("ab" * 16), 0, 4096)),
+    ],
+    ids=["a key that is no text", "metadata of no array", "metadata outside the index"],
+)
+def test_an_array_that_cannot_be_described_makes_the_step_corrupt(key: bytes, metadata: bytes | Extent | None) -> None:
+    record = first_record(DictNode(["w"], [ArrayNode("w", "uint8", (2,), "numpy")]), nbytes=2)
+    array = ArrayIndex(Grid((2,), (2,), 1), np.dtype(np.uint8), [_chunk(0, 0)])
+    path = btree_key(1, 1)
+    files = encode_step(record, {"w": array}, btree_path=path, encoding=PLAIN)
+    values = dict(ocdbt.decode(files.manifest, files.btree, path))
+    values[key] = values[b"w/zarr.json"] if metadata is None else metadata
+    forged = ocdbt.encode(sorted(values.items()), path, uuid=bytes(16), commit_time_ns=0)
+    with pytest.raises(Corrupt, match=r"array b'.*' has .*metadata"):
+        decode_step(forged.manifest, forged.btree, path)
 
 
 WHOLE = ArrayNode("w", "uint8", (8, 2), "numpy")

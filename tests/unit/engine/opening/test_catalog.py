@@ -29,7 +29,7 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.upkeep import catalogue
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.catalog import decode_catalog, encode_catalog
 from tieredckpt.format.manifest import StepId, StepIndex
@@ -142,6 +142,13 @@ async def test_what_came_after_a_catalog_is_read_and_what_went_is_forgotten(plac
             await store.restore(2)
 
 
+async def test_a_step_that_a_crash_left_without_its_commit_is_none_whatever_a_catalog_says(place: Place) -> None:
+    await place.trained(1, 2, 3)
+    place.manifest(2).unlink()
+    async with place.opened(read_only=True) as store:
+        await assert_all_there(store, 1, 3)
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "a bit": lambda path: flip(path, -100),
     "its end": lambda path: os.truncate(path, path.stat().st_size // 2),
@@ -170,19 +177,20 @@ async def test_a_damaged_catalog_costs_time_alone_and_is_written_anew(
         await assert_all_there(store, 1, 2, 3)
 
 
-async def test_a_catalog_that_the_device_cannot_read_costs_time_alone_and_is_written_anew(
-    place: Place, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [TierUnavailable("Input/output error"), NotFound("a writer has replaced it")])
+async def test_a_catalog_that_cannot_be_read_any_more_costs_time_alone_and_is_written_anew(
+    place: Place, error: TieredCkptError, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await place.trained(1, 2, 3)
     (before,) = place.catalogs
     wrap = faults.wrap
 
-    def with_a_bad_sector(name: str, store: BlobStore) -> Faulty:
+    def without_it(name: str, store: BlobStore) -> Faulty:
         faulty = wrap(name, store)
-        faulty.fail("get", TierUnavailable("Input/output error"), key=f"catalogs/{before.name}", times=None)
+        faulty.fail("get", error, key=f"catalogs/{before.name}", times=None)
         return faulty
 
-    monkeypatch.setattr(faults, "wrap", with_a_bad_sector)
+    monkeypatch.setattr(faults, "wrap", without_it)
     async with place.opened() as store:
         await assert_all_there(store, 1, 2, 3)
     (after,) = place.catalogs
