@@ -13,6 +13,7 @@ from tieredckpt.errors import Conflict, NoSpace, NotFound, ShortRead, TieredCkpt
 
 __all__ = ["Denied", "NoConditions", "NoRanges", "OddName", "meaning", "without_secrets"]
 
+_DETAILS = "\n\nDebug source:"
 _BODY = re.compile(r"<(?:\?xml|!doctype|html|Error).*", re.IGNORECASE | re.DOTALL)
 _SAID = re.compile(r"<(?:Code|Message|Details)>(.*?)</")
 _STATUS = re.compile(r"(?:status |\()code: (\d{3})")
@@ -38,6 +39,8 @@ _METADATA = re.compile(r"//(?:169\.254\.|metadata\.google\.internal|\[fd00:ec2::
 """Address at which a cloud gives credentials to its machines; it is asked last."""
 _NO_RANGES = "non-partial response"
 _ODD_NAME = "object with invalid path"
+_NO_STORE = re.compile(r"status code: 404 Not Found:\s*(?!.*<Code>)\S", re.DOTALL)
+"""An answer with a page: of a proxy without a server behind it, or of another service."""
 _BEYOND = re.compile(r"Wanted range starting at|CONTENT_RANGE header: \S*bytes 0--1/0")
 """Error texts of obstore for a server that answers a range at the end with nothing, as Azurite does."""
 
@@ -98,6 +101,8 @@ def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> Tier
         return Denied(f"{what}; the credentials do not allow it{held}")
     if doing == "deleted" and status in (409, 412):
         return Unanswered(f"{what}; look for an immutability policy, a legal hold or a lease on it")
+    if _NO_STORE.search(full.partition(_DETAILS)[0]):
+        return TierUnavailable(f"{what}; no object store has answered: check the address, and the server behind it")
     if isinstance(error, FileNotFoundError):
         return NotFound(what) if doing != "written" else TierUnavailable(what)
     if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):
@@ -113,7 +118,7 @@ def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> Tier
 
 def without_secrets(error: Exception, secrets: tuple[str, ...]) -> Exception:
     """The same error, without secrets in its text."""
-    told, _, debug = str(error).partition("\n\nDebug source:")
+    told, _, debug = str(error).partition(_DETAILS)
     text = redacted_text(f"{told}{_why_not_sent(debug)}", secrets)
     # Only the code, message and details of a body: its other elements may repeat the request.
     text = " ".join(_BODY.sub(lambda body: " ".join(_SAID.findall(body[0])), text).split())

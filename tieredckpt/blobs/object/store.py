@@ -27,7 +27,7 @@ from tieredckpt.blobs.object.landing import Landing
 from tieredckpt.blobs.object.refusals import OddName
 from tieredckpt.blobs.object.throttle import SlowDown, Throttle
 from tieredckpt.concurrency import in_thread, outlast, shielded
-from tieredckpt.errors import Closed, Corrupt, Invalid, ShortRead, TierUnavailable
+from tieredckpt.errors import Closed, Corrupt, Invalid, NotFound, ShortRead, TierUnavailable
 
 __all__ = ["ObjectStore"]
 
@@ -146,7 +146,13 @@ class ObjectStore:
     async def stat(self, key: str) -> BlobInfo:
         self._check(key)
         with self._in_use():
-            return await self._throttle(lambda: self._client.stat(key))
+            try:
+                return await self._throttle(lambda: self._client.stat(key))
+            except NotFound:
+                with contextlib.suppress(ShortRead):
+                    # The answer to a HEAD has no body to tell by whether it came from the store.
+                    await self._throttle(lambda: self._client.get_range(key, 0, 1))
+                return await self._throttle(lambda: self._client.stat(key))  # it came meanwhile
 
     async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
         self._check_open()

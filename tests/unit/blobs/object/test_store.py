@@ -133,6 +133,36 @@ async def test_a_missing_key_a_missing_bucket_and_a_refusal_are_told_apart(
 
 
 @pytest.mark.parametrize(
+    "page",
+    [
+        "default backend - 404",
+        "404 page not found\n",
+        "<html>\r\n<head><title>404 Not Found</title></head>\r\n</html>\r\n",
+    ],
+)
+async def test_a_proxy_without_its_server_does_not_make_objects_missing_or_deleted(
+    store: BlobStore, between: Proxy, page: str
+) -> None:
+    """A deletion that was only believed left a commit behind whose packs were deleted next."""
+    await store.put("a", [b"x"])
+
+    def no_server(request: Handler) -> None:
+        request.answer_with(404, page)
+
+    for verb in (
+        lambda: store.get("a", limit=1),
+        lambda: store.get_into("a", 0, memoryview(bytearray(1))),
+        lambda: store.stat("a"),
+        lambda: store.delete("a"),
+    ):
+        between.fail("*", no_server, times=2)
+        with pytest.raises(TierUnavailable, match="no object store has answered"):
+            await verb()
+        between.heal()
+    assert (await store.stat("a")).size == 1
+
+
+@pytest.mark.parametrize(
     ("server", "why"),
     [
         ("http://127.0.0.1:9", "tcp connect error: Connection refused"),
