@@ -75,6 +75,43 @@ with CheckpointStore.open(settings).sync() as store:
         assert store.restore(1) is not None
 """
 
+ONLY_IN_RAM = """
+import json, logging, os, resource, sys, time
+import numpy as np
+from tieredckpt import CheckpointStore
+from tieredckpt.errors import TieredCkptError
+
+told = []
+logging.getLogger("tieredckpt").addFilter(lambda record: told.append(record.getMessage()) or True)
+
+def attempt(work):
+    try:
+        work()
+    except TieredCkptError:
+        pass
+
+def wait_until(done):
+    deadline = time.monotonic() + float(sys.argv[2])
+    while not done():
+        assert time.monotonic() < deadline, told
+        time.sleep(0.01)
+
+with CheckpointStore.open(json.loads(sys.argv[1])).sync() as store:
+    for step in 1, 2:
+        store.save(step, {"w": np.arange(60_000.0) + step})
+    store.promote(1, "disk")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    attempt(lambda: store.evict(1, "ram"))
+    attempt(lambda: store.save(3, {"w": np.arange(2_000_000.0)}))  # for which the slab grows
+    wait_until(lambda: sum("tier 'ram' failed" in each for each in told) > 1)  # once as it was opened again
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    wait_until(lambda: 2 in store.all_steps())
+    assert np.array_equal(store.restore(2).tree["w"], np.arange(60_000.0) + 2)
+"""
+
 
 @pytest.mark.parametrize(
     ("framework", "saved_before", "free"),
@@ -100,4 +137,13 @@ def test_without_descriptors_a_store_raises_its_own_errors_and_recovers(
         text=True,
         check=False,
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_only_in_ram_stays_there_while_no_file_can_be_opened(shared_memory: Path, tmp_path: Path) -> None:
+    """The note that names the slab could not be read, so RAM was taken for that of an earlier boot, and emptied."""
+    tiers = {"ram": ram(shared_memory, capacity="auto"), "disk": folder(tmp_path / "disk", promote="never", retries=1)}
+    told = json.dumps(config(tiers).model_dump(mode="json"))
+    command = [sys.executable, "-c", ONLY_IN_RAM, told, str(SOON)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

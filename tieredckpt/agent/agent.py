@@ -240,8 +240,8 @@ class Agent:
         if not self._opened:
             return
         state, ram = self._engine.state, self._engine.state.tiers[0]
-        note = await in_thread(read_note, self._folder)
         try:
+            note = await in_thread(read_note, self._folder)
             if ram.ram is not None and note is not None and ram.ram.store.is_of(note):
                 await scan_tier(ram)  # the slab of an ended process is still mapped here
             else:

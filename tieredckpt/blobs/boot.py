@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
+from functools import cache
 from pathlib import Path
 
 __all__ = ["boot_id"]
 
 
+@cache
 def boot_id() -> str:
-    """The kernel's boot id; ``unknown`` where it tells none."""
-    with contextlib.suppress(OSError):
+    """The kernel's boot id; ``unknown`` where it tells none. Raises `OSError` if this process can open no file."""
+    try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    return "unknown"
+    except (FileNotFoundError, PermissionError):
+        return "unknown"

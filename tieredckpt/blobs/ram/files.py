@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import TypeVar
@@ -16,14 +17,24 @@ __all__ = ["read_json", "replace_json"]
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+_NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of open(2) that say nothing of the file: this process, or the system, has no descriptor or memory for it."""
+
 
 def read_json(path: Path, kind: type[S], *, limit: int) -> S | None:
-    """Read the value of a regular file of at most ``limit`` bytes; None if there is no usable one. Blocking."""
+    """Read the value of a regular file of at most ``limit`` bytes; None if there is no usable one. Blocking.
+
+    Raises `OSError` if no file can be opened now.
+    """
     try:
         fd = open_regular(path, os.O_RDONLY, follow_symlinks=False)
         with os.fdopen(fd, "rb") as file:
             return json_decoder(kind).decode(file.read(limit + 1))
-    except (OSError, Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except OSError as error:
+        if error.errno in _NOTHING_LEFT:
+            raise
+        return None
+    except (Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

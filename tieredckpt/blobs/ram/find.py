@@ -18,7 +18,7 @@ from tieredckpt.blobs.posix.files import open_regular
 from tieredckpt.blobs.ram.folder import LOCK, RANK_FOLDER, check_owner, is_store_folder, unfinished_moves
 from tieredckpt.blobs.ram.owner import Owner, is_removed, look_at, read_owner
 from tieredckpt.blobs.ram.slab_meta import has_slab, slab_bytes
-from tieredckpt.errors import Conflict, Corrupt
+from tieredckpt.errors import Conflict, Corrupt, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.marker import StoreMarker, decode_marker
 
@@ -127,7 +127,7 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _look_into(folder: Path) -> FoundRam | None:
-    with contextlib.suppress(OSError, Conflict):  # it has just gone, or is another user's
+    with contextlib.suppress(OSError, Conflict, TierUnavailable):  # it has just gone, or is another user's
         check_owner(folder, strictly=True)
         marker = store_in(folder)
         if marker is None:

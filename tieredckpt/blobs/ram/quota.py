@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tieredckpt.blobs.ram.folder import RANK_FOLDER, shared_memory_root
 from tieredckpt.blobs.ram.slab_meta import lacking_bytes, slab_bytes
+from tieredckpt.errors import TierUnavailable
 from tieredckpt.units import format_size
 
 __all__ = ["Quota", "counted", "expected_elsewhere"]
@@ -50,7 +51,10 @@ class Quota:
     def _others(self) -> dict[Path, int]:
         """Bytes of the slabs of this user's other stores, by folder, including bytes that they have yet to take."""
         stores = (folder for folder in _folders(self._top) if self._top not in (folder, folder.parent))
-        found = {folder: slab_bytes(folder, expected=True) for folder in stores}
+        found: dict[Path, int] = {}
+        with contextlib.suppress(TierUnavailable):  # no file can be opened now, and a save asks
+            for folder in stores:
+                found[folder] = slab_bytes(folder, expected=True)
         return {folder: size for folder, size in found.items() if size}
 
 
@@ -81,7 +85,13 @@ def _top(folder: Path) -> Path:
 def _folders(top: Path) -> Iterator[Path]:
     """Folders that this user's RAM tiers may have, for that store and others."""
     for root in {top.parent, shared_memory_root()}:
-        for other in root.iterdir() if root.is_dir() else ():
-            if other.is_dir() and not other.is_symlink():
-                yield other
-                yield from other.glob(f"{RANK_FOLDER}*")
+        for other in _folders_in(root):
+            yield other
+            yield from (rank for rank in _folders_in(other) if rank.name.startswith(RANK_FOLDER))
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """None where it goes at this moment, or no file can be opened now."""
+    with contextlib.suppress(OSError):
+        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return []

@@ -56,6 +56,8 @@ class Retired:
             file = path.open("rb")
         except FileNotFoundError:
             return lambda: True
+        except OSError as error:
+            raise foreign(error, path, "evicted") from error
         try:
             if self._until_unread(file, path)():  # an object without readers needs no other name
                 return lambda: True

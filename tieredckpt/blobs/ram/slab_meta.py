@@ -16,6 +16,7 @@ import msgspec
 from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.blobs.mapping import give_back
+from tieredckpt.blobs.posix.files import foreign
 from tieredckpt.blobs.ram.files import read_json, replace_json
 from tieredckpt.format.layout import parse_pack_key
 
@@ -60,9 +61,12 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_note(folder: Path) -> Note | None:
-    """The note of a folder; None if there is no usable one."""
-    note = read_json(folder / _NOTE, Note, limit=_SIZE_MAX)
-    usable = note is not None and note.boot_id == boot_id() and parse_pack_key(note.slab) is not None
+    """The note of a folder; None if there is no usable one. Raises `TierUnavailable` if no file can be opened now."""
+    try:
+        note = read_json(folder / _NOTE, Note, limit=_SIZE_MAX)
+        usable = note is not None and note.boot_id == boot_id() and parse_pack_key(note.slab) is not None
+    except OSError as error:
+        raise foreign(error, folder / _NOTE, "read") from error
     return note if usable else None
 
 

@@ -111,6 +111,7 @@ class RamStore:
         Raises:
             NotFound: there is no such folder, or its slab went with its process.
             Conflict: it belongs to another user.
+            TierUnavailable: no file can be opened now.
         """
         try:
             check_owner(folder)

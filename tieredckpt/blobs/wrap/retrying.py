@@ -170,3 +170,6 @@ def _is_not_ours(record: logging.LogRecord) -> bool:
 
 # Python prints warnings where no log is configured, and stamina's text names neither store nor cause.
 logging.getLogger("stamina").addFilter(_is_not_ours)
+
+# Now: else stamina imports them at the first retry, when their files may be on what fails.
+stamina.instrumentation.get_on_retry_hooks()

@@ -213,7 +213,11 @@ async def note_owner(state: State) -> None:
     if ram is None or state.read_only or not ram.slab.writable:
         return
     folder = Path(ram.store.location)
-    before = await in_thread(read_owner, folder)
+    try:
+        before = await in_thread(read_owner, folder)
+    except OSError as error:
+        _log.warning("it could not be noted whose the RAM at %s is: %s", folder, error)
+        return
     known = {place.location: place for place in before.places} if before is not None else {}
     places = [await _noted(state, tier, known) for tier in state.tiers[1:]]
     owner = Owner(

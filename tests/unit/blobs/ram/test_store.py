@@ -11,14 +11,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.insight import mapped_below, opened_below
+from support.limits import descriptors_left
 from support.ram_folders import MIB, opened, read_extent, take_extent
 
+from tieredckpt.blobs import boot
+from tieredckpt.blobs.ram import slab_meta
 from tieredckpt.blobs.ram import store as ram_store
 from tieredckpt.blobs.ram.store import RamStore
-from tieredckpt.errors import Conflict, NoSpace, NotFound
+from tieredckpt.errors import Conflict, NoSpace, NotFound, TierUnavailable
 
 # -- what outlives ----------------------------------------------------------------------------------------
 
@@ -98,6 +102,26 @@ async def test_a_folder_that_is_stale_is_emptied(folder: Path, become: Callable[
         assert [info async for info in store.list("steps/")] == []
         assert store.slab_key != key
         assert (await read_extent(store, 0, 100)) == bytes(100)
+
+
+@pytest.mark.parametrize("read", [slab_meta.read_json, slab_meta.boot_id])
+async def test_a_folder_is_not_taken_for_a_stale_one_at_a_moment_when_no_file_can_be_opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[..., Any]
+) -> None:
+    async with opened(folder) as store:
+        await store.put("steps/1/manifest.ocdbt", [b"commit"])
+
+    def short_of_descriptors(*what: Any, **options: Any) -> Any:
+        boot.boot_id.cache_clear()
+        with descriptors_left(0):
+            return read(*what, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(slab_meta, read.__name__, short_of_descriptors)
+        with pytest.raises(TierUnavailable, match="Too many open files"):
+            RamStore.open(folder, MIB)
+    async with opened(folder) as store:
+        assert await store.get("steps/1/manifest.ocdbt", limit=100) == b"commit"
 
 
 async def test_what_a_killed_writer_left_unfinished_is_swept(folder: Path) -> None:
