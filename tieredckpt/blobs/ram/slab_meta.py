@@ -100,8 +100,12 @@ def has_slab(folder: Path) -> bool:
 
 
 def write_note(folder: Path, note: Note) -> None:
-    """Replace the note of a folder that is ours alone. Raises `OSError`."""
-    replace_json(folder / _NOTE, folder / _NEW_NOTE, note)
+    """Replace the note of a folder that is ours alone, if it says something else. Raises `OSError`, `TierUnavailable`.
+
+    The note that is there takes no more room: others may have filled the file system.
+    """
+    if read_note(folder) != note:
+        replace_json(folder / _NOTE, folder / _NEW_NOTE, note)
 
 
 @contextlib.contextmanager

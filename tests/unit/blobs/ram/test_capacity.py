@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,21 @@ def test_a_slab_that_cannot_grow_is_an_error_and_never_a_sigbus(small_tmpfs: Pat
 
 def test_without_its_reservation_it_would_be_a_sigbus(small_tmpfs: Path) -> None:
     assert run(FILL + "    store.slab.array[4 << 20] = 1", small_tmpfs).returncode == -signal.SIGBUS
+
+
+@pytest.mark.parametrize("capacity", [8 * MIB, None], ids=["fixed", "automatic"])
+async def test_what_lies_in_a_slab_is_found_though_others_have_filled_its_file_system(
+    small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None
+) -> None:
+    monkeypatch.setattr(ram_store, "memory_limit", lambda: (32 * MIB, "the test"))
+    async with opened(small_tmpfs / "ram", capacity) as store:
+        take_extent(store, b"chunk")
+        store.slab.prepare(share=1)
+    with (small_tmpfs / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+    async with opened(small_tmpfs / "ram", capacity) as store:
+        assert await read_extent(store, 0, 5) == b"chunk"
 
 
 async def test_a_file_system_that_is_full_refuses_to_open(small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
