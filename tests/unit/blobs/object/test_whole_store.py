@@ -20,8 +20,9 @@ from support.proxy import Proxy, abridge, cut, deny, ignore_ranges, internal_err
 from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import StoreConfig, dump_with_secrets
-from tieredckpt.engine.tier.lease import Holder
+from tieredckpt.engine.tier.lease import Holder, Lease
 from tieredckpt.errors import Conflict, Invalid, TierUnavailable
 from tieredckpt.events import StepEvicted
 from tieredckpt.units import parse_size
@@ -208,6 +209,14 @@ async def test_a_writer_that_came_at_the_same_moment_is_seen(
     with pytest.raises(Conflict, match="node17"):
         await CheckpointStore.open(settings)
     assert {key for key in s3_place.bucket.sizes() if key.startswith("leases/")} == {"leases/00112233445566aa"}
+
+
+async def test_what_lies_beside_the_leases_of_a_bucket_is_not_taken_for_a_torn_one(store: BlobStore) -> None:
+    await store.put("packs/ab/pack", [b"x"])
+    lease = Lease(store, "s3", ttl=0.0)
+    await lease.acquire()
+    assert (await store.stat("packs/ab/pack")).size == 1
+    await lease.release()
 
 
 async def test_packs_are_put_several_at_a_time(s3_place: Place, between: Proxy, shared_memory: Path) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.tier import lease as lease_module
 from tieredckpt.engine.tier.lease import Lease
-from tieredckpt.errors import Conflict, Invalid, TierUnavailable
+from tieredckpt.errors import Conflict, Invalid, NoSpace, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
 from tieredckpt.testing.faulty import Faulty
 
@@ -112,6 +113,16 @@ def test_a_holder_whose_process_is_hidden_counts_while_it_renews(on_disk: StoreC
         finally:
             other.kill()
     assert f"process {other.pid} on" in refused.stderr.splitlines()[-1]
+
+
+def test_a_holder_that_has_ended_is_dead_before_its_parent_has_noticed() -> None:
+    """In a container the first process may notice none."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        holder = lease_module.holder_of(process.pid, time.time())
+        assert lease_module.lives_here(holder)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not lease_module.lives_here(holder)
 
 
 async def test_a_process_may_have_a_name_that_is_no_text(on_disk: StoreConfig) -> None:
@@ -406,6 +417,101 @@ async def test_of_two_renewals_at_once_the_slow_one_does_not_take_the_new_lease_
         await asyncio.wait({fast}, timeout=0.2)
         store.answers.set()
     assert not held.taken_over
+
+
+@pytest.fixture
+async def store(disk: Path) -> AsyncIterator[Faulty]:
+    store = Faulty(PosixStore(disk))
+    yield store
+    store.clear()
+    await store.close()
+
+
+@pytest.fixture
+async def held(store: Faulty) -> AsyncIterator[Lease]:
+    """The lease of this process, for 30 s."""
+    held = Lease(store, "disk", 30)
+    await held.acquire()
+    yield held
+    await held.release()
+
+
+def lose_lease(disk: Path) -> None:
+    """Another writer took the one of a disk for dead, and has gone."""
+    (mine,) = (disk / "leases").iterdir()
+    mine.unlink()
+
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Move this writer's clock on, as while its process is stopped."""
+    now = lease_module._now
+    monkeypatch.setattr(lease_module, "_now", lambda: now() + seconds)
+
+
+async def test_a_writer_looks_for_its_lease_while_other_clocks_may_take_it_for_dead(
+    held: Lease, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_lease(disk)
+    later(monkeypatch, 21)
+    with pytest.raises(TierUnavailable, match="another one has been there"):
+        await held.confirm()
+
+
+async def test_a_lease_holds_from_when_its_renewal_began(
+    held: Lease, store: Faulty, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put may have been there long before its answer."""
+    answered = store.hold("put", after=True)
+    async with asyncio.TaskGroup() as renewing:
+        renewing.create_task(held.renew())
+        await answered.reached()
+        later(monkeypatch, 31)
+        answered.release()
+    lose_lease(disk)
+    with pytest.raises(TierUnavailable, match="another one has been there"):
+        await held.confirm()
+
+
+async def test_a_clock_that_is_asked_after_the_lease_was_lost_says_that_another_writer_has_been_there(
+    held: Lease, disk: Path
+) -> None:
+    lose_lease(disk)
+    with pytest.raises(TierUnavailable, match="another one has been there"):
+        await held.now()
+
+
+async def test_a_writer_that_met_another_reads_anew_what_there_is_once_that_has_gone(held: Lease, disk: Path) -> None:
+    other = lease(disk, time.time(), taken_at=time.time() - 10)
+    with pytest.raises(Conflict, match="node17"):
+        await held.renew()
+    other.unlink()
+    with pytest.raises(TierUnavailable, match="another one has been there"):
+        await held.confirm()
+
+
+async def test_a_writer_for_whose_lease_there_is_no_room_deletes_nothing_beside_another(
+    store: Faulty, disk: Path
+) -> None:
+    store.fail("put", NoSpace("full"), times=None)
+    without = Lease(store, "disk", 30)
+    with pytest.raises(NoSpace):
+        await without.acquire()
+    await without.confirm(deleting=True)  # it makes room for one
+    lease(disk, time.time())
+    with pytest.raises(Conflict, match="node17"):
+        await without.confirm(deleting=True)
+    await without.release()
+
+
+@pytest.mark.parametrize(("hours", "refusal"), [(0.9, Conflict), (1.1, NoSpace)])
+async def test_where_a_full_device_does_not_tell_its_time_a_holder_counts_for_an_hour_more(
+    store: Faulty, disk: Path, hours: float, refusal: type[Exception]
+) -> None:
+    """By as much its clock may be late."""
+    lease(disk, time.time() - hours * 3600)
+    store.fail("put", NoSpace("full"), times=None)
+    with pytest.raises(refusal):
+        await Lease(store, "disk", 30).acquire()
 
 
 @pytest.mark.parametrize("looks", [1, 3])
