@@ -15,7 +15,14 @@ from pathlib import Path
 import msgspec
 
 from tieredckpt.blobs.posix.files import open_regular
-from tieredckpt.blobs.ram.folder import LOCK, RANK_FOLDER, check_owner, is_store_folder, unfinished_moves
+from tieredckpt.blobs.ram.folder import (
+    LOCK,
+    RANK_FOLDER,
+    check_owner,
+    folders_in,
+    is_store_folder,
+    unfinished_moves,
+)
 from tieredckpt.blobs.ram.owner import Owner, is_removed, look_at, read_owner
 from tieredckpt.blobs.ram.slab_meta import has_slab, slab_bytes
 from tieredckpt.errors import Conflict, Corrupt, TierUnavailable
@@ -115,15 +122,9 @@ def marker_at(folder: Path) -> StoreMarker | None:
 
 def _folders(root: Path) -> list[Path]:
     """Folders that may be RAM tiers: the root (in earlier versions), its subfolders, and ranks' folders in these."""
-    tops = [root, *_below(root), *unfinished_moves(root).values()]
-    ranks = (path for top in tops for path in _below(top) if _RANK.fullmatch(path.name))
+    tops = [root, *folders_in(root), *unfinished_moves(root).values()]
+    ranks = (path for top in tops for path in folders_in(top) if _RANK.fullmatch(path.name))
     return list(dict.fromkeys([*tops, *ranks]))
-
-
-def _below(folder: Path) -> list[Path]:
-    with contextlib.suppress(OSError):
-        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    return []
 
 
 def _look_into(folder: Path) -> FoundRam | None:
@@ -152,7 +153,7 @@ def _look_into(folder: Path) -> FoundRam | None:
 def _steps(folder: Path) -> dict[tuple[int, int], float]:
     """Serial and number of the committed steps, and when they were."""
     found: dict[tuple[int, int], float] = {}
-    for path in _below(folder / layout.STEPS):
+    for path in folders_in(folder / layout.STEPS):
         parsed = layout.parse_step_folder(f"{layout.STEPS}{path.name}/")
         with contextlib.suppress(FileNotFoundError):
             if parsed is not None:

@@ -20,6 +20,7 @@ __all__ = [
     "RANK_FOLDER",
     "SHARED_MEMORY_VARIABLE",
     "check_owner",
+    "folders_in",
     "is_store_folder",
     "keep_earlier_versions_out",
     "locked",
@@ -69,6 +70,13 @@ def ram_root(path: Path | None) -> Path:
 def is_store_folder(name: str) -> bool:
     """Whether ``name`` is that of a store's folder: a UUID."""
     return _UUID.fullmatch(name) is not None
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """The folders in a folder; none where it goes at this moment, or cannot be listed now. Blocking."""
+    with contextlib.suppress(OSError):
+        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return []
 
 
 def take(folder: Path) -> int:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tieredckpt.blobs.ram.folder import RANK_FOLDER, shared_memory_root
+from tieredckpt.blobs.ram.folder import RANK_FOLDER, folders_in, shared_memory_root
 from tieredckpt.blobs.ram.slab_meta import lacking_bytes, slab_bytes
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.units import format_size
@@ -85,13 +85,6 @@ def _top(folder: Path) -> Path:
 def _folders(top: Path) -> Iterator[Path]:
     """Folders that this user's RAM tiers may have, for that store and others."""
     for root in {top.parent, shared_memory_root()}:
-        for other in _folders_in(root):
+        for other in folders_in(root):
             yield other
-            yield from (rank for rank in _folders_in(other) if rank.name.startswith(RANK_FOLDER))
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    """None where it goes at this moment, or no file can be opened now."""
-    with contextlib.suppress(OSError):
-        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    return []
+            yield from (rank for rank in folders_in(other) if rank.name.startswith(RANK_FOLDER))
