@@ -15,6 +15,7 @@ import pytest
 from support.cohort import RanksPlace, assert_whole
 from support.command_line import run
 from support.limits import limit
+from support.lossy import SEVEN_BITS, close_to
 from support.object_stores import CREDENTIALS, Place
 from support.proxy import Proxy, abridge, cut, deny, ignore_ranges, internal_error, late, lose_reply, slow_down
 from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, ram, tree
@@ -71,6 +72,24 @@ async def test_what_is_saved_is_promoted_restored_evicted_and_collected(
         assert all(not verified.problem for verified in await store.verify(4))
         await store.collect()
     assert "leases" not in {key.partition("/")[0] for key in s3_place.bucket.sizes()}
+
+
+async def test_a_bucket_holds_rounded_steps_beside_exact_ones(s3_place: Place, shared_memory: Path) -> None:
+    exact = {**s3_place.tier(), "retain": {"kind": "last_n", "n": 1}}
+    small = s3_place.tier(lossy=SEVEN_BITS, codec="small", retain="all")
+    tiers = {"ram": ram(shared_memory), "exact": exact, "small": small}
+    for step in (1, 2):  # with a start between them
+        async with CheckpointStore.open(config(tiers)) as store:
+            await store.save(step, tree(step))
+            await store.flush()
+            await store.collect()
+    async with CheckpointStore.open(config(tiers)) as store:
+        assert_restored(await store.restore(), tree(2))
+        rounded = await store.restore(1, lossy=True)
+        assert rounded is not None
+        assert close_to(rounded.tree["params"]["w0"], tree(1)["params"]["w0"])
+        assert not any(verified.problem for verified in await store.verify(1))
+    assert not [key for key in s3_place.bucket.sizes() if "leases/" in key]
 
 
 async def test_few_requests_are_made(settings: StoreConfig, between: Proxy) -> None:
