@@ -16,12 +16,13 @@ import pytest
 import stamina
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scenes import SOON
 
-from tieredckpt.blobs.base import Stretch, Unanswered
+from tieredckpt.blobs.base import BlobInfo, Stretch, Unanswered
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.blobs.posix.store import PosixStore
-from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying, VerbUsage
+from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying, VerbUsage, forward
 from tieredckpt.blobs.wrap.deadline import Overdue
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.testing.backdoor import listed
@@ -355,10 +356,11 @@ class TestDeadline:
         release.set()
         await inner.close()
 
+    @pytest.mark.parametrize("base", [0.01, 30.0], ids=["overdue", "in time"])
     @pytest.mark.parametrize("digested", [False, True])
-    async def test_a_read_that_hangs_keeps_its_memory(self, faulty: Faulty, digested: bool) -> None:
+    async def test_a_read_that_hangs_keeps_its_memory(self, faulty: Faulty, digested: bool, base: float) -> None:
         await faulty.put("key", [b"late"])
-        store = Deadline(faulty, "lustre", base=0.01)
+        store = Deadline(faulty, "lustre", base=base)
         held = faulty.hold("get_into", stubborn=True)
         into = memoryview(bytearray(4))
         call = store.get_digested("key", [Stretch(0, 4, into)]) if digested else store.get_into("key", 0, into)
@@ -380,6 +382,29 @@ class TestDeadline:
         held.release()
         await turns()
         assert await listed(faulty) == {}
+
+
+async def test_what_a_slow_listing_has_found_is_handed_out_before_it_ends(
+    faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deadlines look for progress."""
+    monkeypatch.setattr(forward, "_LISTED_SECONDS", -1.0)
+    goes_on = asyncio.Event()
+
+    class Slow(forward.Forward):
+        async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+            async for info in super().list(prefix):
+                yield info
+                await goes_on.wait()
+
+    keys = ["a", "b"]
+    for key in keys:
+        await faulty.put(key, [b"x"])
+    async with asyncio.timeout(SOON):
+        async for info in forward.Forward(Slow(faulty)).list(""):
+            goes_on.set()
+            keys.remove(info.key)
+    assert not keys
 
 
 class TestLimited:
