@@ -22,7 +22,7 @@ from tieredckpt.blobs.base import BlobInfo, Stretch, Unanswered
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.paths import Folders
 from tieredckpt.blobs.posix.store import PosixStore
-from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Retrying, VerbUsage, forward
+from tieredckpt.blobs.wrap import Deadline, Limited, Metered, Pace, Paced, Retrying, VerbUsage, forward
 from tieredckpt.blobs.wrap.deadline import Overdue
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.testing.backdoor import listed
@@ -130,6 +130,23 @@ class TestRetrying:
         second.release()
         await asking
         assert store.responsive
+
+    async def test_a_store_responds_again_as_soon_as_it_answers_whatever_and_to_whom(self, faulty: Faulty) -> None:
+        store = retrying(faulty, attempts=2)
+        faulty.fail("stat", DOWN, times=2)
+        with pytest.raises(TierUnavailable):
+            await store.stat("key")
+        assert not store.responsive
+        with pytest.raises(NotFound):
+            await store.stat("key")
+        assert store.responsive
+        faulty.fail("stat", DOWN, nth=1)
+        second = faulty.hold("stat", nth=2)
+        asking = await begun(store.stat("key"), second)
+        assert not store.responsive
+        await store.delete("key")
+        assert store.responsive
+        await cancelled(asking)
 
     async def test_a_store_responds_though_a_verb_was_cancelled_after_an_attempt_that_failed(
         self, faulty: Faulty
@@ -405,6 +422,27 @@ async def test_what_a_slow_listing_has_found_is_handed_out_before_it_ends(
             goes_on.set()
             keys.remove(info.key)
     assert not keys
+
+
+async def test_puts_keep_a_rate_that_idle_time_earns_nothing_for_and_reads_wait_for_nothing(faulty: Faulty) -> None:
+    now, waited = 0.0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        waited.append(seconds)
+
+    store = Paced(faulty, Pace(10.0, clock=lambda: now, sleep=sleep))
+    await store.put("a", [bytes(20)])
+    await store.get("a", limit=20)
+    await store.get_into("a", 0, memoryview(bytearray(20)))
+    await store.stat("a")
+    await store.delete("a")
+    await store.put("b", [bytes(10)])
+    now = 100.0
+    await store.put("c", [bytes(10)])
+    await store.put("d", [bytes(10)])
+    assert waited == [0.0, 2.0, 0.0, 1.0]
 
 
 class TestLimited:
