@@ -248,8 +248,6 @@ class RanksMachine(RuleBasedStateMachine):
     def call(self, rank: int, how: str, *, again: bool = False) -> asyncio.Task[Checkpoint]:
         """Begin the next save of a rank."""
         save = self.next_save(rank, again)
-        if how in MAY_BE_REFUSED and any(later.step == save.step for later in self.program[self.at[rank] :]):
-            how = "copy"  # the next save of that step would count as the same call
         save.hows[rank] = how
         if how == "full":
             self.without_room.add((rank, save.attempt))

@@ -226,7 +226,7 @@ class Group:
                     return
                 await apply(message)
             except Exception:
-                _log.exception("rank %d: a message of rank %d was not applied: %s", self.rank, source, message)
+                _log.exception("rank %d: a message of rank %d was not applied: %.300r", self.rank, source, message)
 
 
 async def _logged(work: Coroutine[Any, Any, None], name: str) -> None:

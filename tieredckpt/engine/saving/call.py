@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tieredckpt.devices.base import Device, Stream
 from tieredckpt.engine.state.branch import Origin
 
-__all__ = ["SaveCall"]
+__all__ = ["SaveCall", "Turn"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """The place of a call of `save` among those of the same event loop."""
+
+    loop: AbstractEventLoop
+    """The trainer's, on which the call was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,5 +38,5 @@ class SaveCall:
     """When (monotonic) the trainer began to wait for this save."""
     streams: Mapping[Device, Stream]
     """Those on which the trainer works."""
-    turn: object
-    """Stands for the call until the save has begun, which then tells other ranks itself how it ends."""
+    turn: Turn
+    """It ends when the save has begun, which then tells other ranks itself how it ends."""

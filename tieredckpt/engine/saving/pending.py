@@ -16,7 +16,7 @@ from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.devices.base import Device, Event, Stream
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.notify import Notification
-from tieredckpt.engine.saving.call import SaveCall
+from tieredckpt.engine.saving.call import SaveCall, Turn
 from tieredckpt.engine.saving.capture import Capture, check_immutable, made_ready
 from tieredckpt.engine.saving.lazy import DigestGuard, LazyCapture
 from tieredckpt.engine.saving.outlet import Outlet
@@ -64,9 +64,10 @@ class PendingSaves:
         """Oldest first."""
         self._foreground: set[asyncio.Task[Any]] = set()
         """Calls that make a save, for whose end the trainer waits."""
-        self._turns: dict[object, tuple[int, BaseException] | None] = {}
+        self._turns: dict[Turn, tuple[int, BaseException] | None] = {}
         """Calls of `save` whose save has not begun, oldest first; with step and error those whose save never will."""
         self._turn_ended = Notification()
+        self._closing = False
         self._calls_that_wait: set[object] = set()
         """Calls, but for those of `save`, that may wait for a background save."""
 
@@ -97,7 +98,7 @@ class PendingSaves:
         The rest is as for `CheckpointStore.save`. Returns the result of the save, or its task if it goes on behind the
         trainer; and, for a lazy save, its capture, which the trainer confirms.
         """
-        turn = object()
+        turn = Turn(asyncio.get_running_loop())
         try:
             self._turns[turn] = None
             metrics, replicated = checked_metrics(metrics), checked_patterns("replicated", replicated)
@@ -127,15 +128,23 @@ class PendingSaves:
             loop.soon(partial(self._refused, turn, step, error))  # in no variable, which its traceback would refer to
             raise
 
-    async def _my_turn(self, turn: object) -> None:
-        """Wait until all earlier calls of `save` have begun: saves are made, and ranks number them, in their order."""
-        await self._turn_ended.until(lambda: tuple(self._turns)[:1] == (turn,))  # of a copy: other threads add
+    async def _my_turn(self, turn: Turn) -> None:
+        """Wait until earlier calls of the same loop have begun: saves are made, and ranks number them, in their order.
 
-    def _begins(self, turn: object) -> None:
+        Not for those of other loops, which may have stopped.
+        """
+
+        def is_next() -> bool:
+            waiting = (each for each, refused in tuple(self._turns.items()) if refused is None)
+            return self._closing or next((each for each in waiting if each.loop is turn.loop), turn) is turn
+
+        await self._turn_ended.until(is_next)
+
+    def _begins(self, turn: Turn) -> None:
         del self._turns[turn]
         asyncio.get_running_loop().call_soon(self._tell_refused)  # once the save has its turn among those of the ranks
 
-    def _refused(self, turn: object, step: int, error: BaseException) -> None:
+    def _refused(self, turn: Turn, step: int, error: BaseException) -> None:
         if turn in self._turns:
             self._turns[turn] = step, error
             self._tell_refused()
@@ -274,6 +283,8 @@ class PendingSaves:
     async def end(self) -> None:
         """Wait until no save is under way; a cancellation cancels the saves, and is raised when they have ended."""
         pending = self.background | self._foreground
+        self._closing = True  # the loop of a call that others wait for may have stopped
+        self._turn_ended.notify()
         try:
             await self._confirm_now()
             if pending:

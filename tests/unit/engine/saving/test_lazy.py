@@ -26,7 +26,7 @@ from tieredckpt.checkpoint import Checkpoint
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineThread
-from tieredckpt.engine.saving import lazy, save
+from tieredckpt.engine.saving import lazy, pending, save
 from tieredckpt.events import SaveFailed
 from tieredckpt.testing.devices import FakeArray, FakeDriver
 
@@ -272,6 +272,30 @@ async def test_saves_called_at_the_same_time_are_made_in_the_order_of_the_calls(
         await asyncio.gather(store.save(1, much, capture=first), store.save(2, {"w": full(2)}, capture=second))
         await store.flush()
         assert [info.step for info in sorted(await store.steps(), key=lambda info: info.serial)] == [1, 2]
+
+
+async def test_a_call_whose_loop_has_stopped_holds_up_neither_saves_nor_the_close(
+    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_held, go_on = threading.Event(), threading.Event()
+
+    def held_up(*arguments: Any) -> Any:
+        is_held.set()
+        assert go_on.wait(SOON)
+
+    monkeypatch.setattr(pending, "DigestGuard", held_up)
+    tiers = tiers.model_copy(update={"lazy_guard": "digests"})
+    loop = asyncio.new_event_loop()
+    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
+        first = loop.create_task(store.save(1, {"w": full(1)}, capture="lazy"))
+        behind = loop.create_task(store.save(2, {"w": full(2)}))
+        await asyncio.to_thread(loop.run_until_complete, asyncio.to_thread(is_held.wait, SOON))  # and it runs no more
+        await (await store.save(3, {"w": full(3)})).reached("disk")
+        await store.close()
+    go_on.set()
+    ended = asyncio.gather(first, behind, return_exceptions=True)
+    assert isinstance((await asyncio.to_thread(loop.run_until_complete, ended))[0], Closed)
+    loop.close()
 
 
 CALLS: dict[str, Callable[[CheckpointStore, Checkpoint], Awaitable[object]]] = {

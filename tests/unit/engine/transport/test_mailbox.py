@@ -13,6 +13,7 @@ from support.limits import limit
 
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.engine.ranks.communicator import RanksMissing, exchange
+from tieredckpt.engine.transport import mailbox
 from tieredckpt.engine.transport.mailbox import Mailbox
 from tieredckpt.engine.transport.shared import SharedStore
 from tieredckpt.errors import Closed, RanksUnavailable, TieredCkptError, TierUnavailable
@@ -385,4 +386,16 @@ async def test_a_letter_of_a_host_whose_clock_is_wrong_is_not_swept(tmp_path: Pa
     assert isinstance(leader, SharedStore)
     await leader._objects.sweep(spare=leader.mailboxes)
     assert await ranks[1].recv(0, "word", timeout=ENOUGH) == b"in time"
+    await close(ranks)
+
+
+async def test_a_rank_that_sends_looks_for_an_answer_at_once(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [Mailbox(office, rank=rank, size=2, slowest=600.0) for rank in range(2)]
+    await meet(ranks)
+    monkeypatch.setattr(mailbox, "_PATIENCE", 1e4)  # from its second look on, a rank waits for minutes
+    waiting = asyncio.create_task(ranks[1].recv(0, "answer", timeout=ENOUGH))
+    await asyncio.sleep(0.2)
+    await ranks[0].send([1], "answer", b"yes")
+    await ranks[1].send([0], "question", b"?")
+    assert await waiting == b"yes"
     await close(ranks)

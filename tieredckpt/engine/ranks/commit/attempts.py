@@ -61,7 +61,7 @@ class Attempts:
     def is_to_come(self, attempt: str) -> bool:
         """Whether this rank may still begin an attempt."""
         epoch, step, nth = map(int, attempt.split("."))
-        return epoch == self._epoch and nth >= self._saves[step]
+        return (epoch, nth) >= (self._epoch, self._saves[step])
 
     def is_undecided(self, attempt: str) -> bool:
         """Whether an attempt may still become a step, as far as this rank knows."""

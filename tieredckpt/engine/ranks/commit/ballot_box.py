@@ -9,6 +9,7 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from tieredckpt.engine.notify import Notification
+from tieredckpt.engine.ranks.commit.attempts import Attempts
 from tieredckpt.engine.ranks.commit.ballots import named
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.group import Group
@@ -23,25 +24,27 @@ __all__ = ["BallotBox"]
 class BallotBox:
     """Keeps votes by attempt and rank. Idle on ranks other than 0; lives on the engine's loop.
 
-    A vote that comes too late, or on a save that rank 0 never makes, is kept until the next decision.
+    A vote on a save that rank 0 never makes is kept until a later save is decided on.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, attempts: Attempts) -> None:
         self._group = group
+        self._attempts = attempts
         self._votes: dict[str, dict[int, Ballot]] = {}
         self._came = Notification()
 
     def put(self, rank: int, ballot: Ballot) -> None:
-        """Keep the vote of a rank."""
-        self._votes.setdefault(ballot.attempt, {})[rank] = ballot
-        self._came.notify()
+        """Keep the vote of a rank, unless it comes too late."""
+        if self._attempts.is_undecided(ballot.attempt):
+            self._votes.setdefault(ballot.attempt, {})[rank] = ballot
+            self._came.notify()
 
     def part_dropped(self, rank: int, step: StepId) -> None:
         """Count the vote of a rank that has its part of ``step`` no more as one against it."""
         for votes in self._votes.values():
             if rank in votes and StepId(votes[rank].serial, votes[rank].step) == step:
                 failure = Failure.of(RanksUnavailable("it dropped its part to make room meanwhile", [rank]))
-                votes[rank] = replace(votes[rank], part=b"", failure=failure)
+                votes[rank] = replace(votes[rank], failure=failure)
 
     async def collect(self, mine: Ballot) -> None:
         """Wait for the votes of all ranks on an attempt, which `votes_on` has then.
@@ -58,17 +61,17 @@ class BallotBox:
             raise RanksUnavailable(f"{named(missing)} not saved it within {self._group.deadline:g} s", missing)
 
     def votes_on(self, attempt: str) -> Mapping[int, Ballot]:
-        """The votes on an attempt that have come, by rank."""
+        """The votes that have come on an attempt which is being decided on, by rank."""
         return self._votes[attempt]
 
     def decided(self, attempt: str, serial: int, undecided: Collection[str]) -> None:
         """Forget the votes on an attempt, and those that their ranks give up when they hear of the decision."""
         del self._votes[attempt]
         for other in self._votes.keys() - undecided:
-            left = {rank: vote for rank, vote in self._votes.pop(other).items() if _made_at(vote) >= serial}
+            left = {rank: vote for rank, vote in self._votes.pop(other).items() if _serial_of(vote) >= serial}
             self._votes |= {other: left} if left else {}
 
 
-def _made_at(vote: Ballot) -> int:
+def _serial_of(vote: Ballot) -> int:
     """The serial of a vote for a step; the last serial of its rank before a vote against one."""
     return vote.serial or vote.last_serial

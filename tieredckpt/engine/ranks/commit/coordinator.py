@@ -52,7 +52,7 @@ class Coordinator:
         self._attempts = attempts
         self._comparison = comparison
         self._departed = departed
-        self._box = BallotBox(group)
+        self._box = BallotBox(group, attempts)
         self.parts: dict[StepId, Mapping[int, bytes]] = {}
         """The encoded parts of the steps that RAM holds, by rank."""
         self.merged_steps = MergedSteps()
@@ -67,8 +67,10 @@ class Coordinator:
 
     async def voted(self, rank: int, ballot: Ballot) -> None:
         """Count the vote of another rank, and the steps that have left its RAM."""
-        await self._departed.forget(ballot.gone)
-        self._box.put(rank, ballot)
+        try:
+            await self._departed.forget(ballot.gone)
+        finally:
+            self._box.put(rank, ballot)
 
     async def part_dropped(self, rank: int, step: StepId) -> None:
         """Act on a rank that has dropped its part of a step: abort the vote, or count the step as not held any more."""

@@ -93,7 +93,7 @@ class Votes:
     def not_saved(self, attempt: str, step: int, error: BaseException) -> None:
         """Vote no, behind the training: this rank has no part."""
         if self.attempts.end_copy(attempt) is not None:
-            return  # rank 0 has decided, and would not receive the vote
+            return  # rank 0 has decided
         self.attempts.voted_against[attempt] = self._state.branch.last_serial
         self._group.start_last(self._vote(attempt, StepId(0, step), failure=Failure.of(error)), f"vote on step {step}")
 

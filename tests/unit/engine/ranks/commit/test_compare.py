@@ -21,6 +21,7 @@ from tieredckpt.engine.ranks import ranked
 from tieredckpt.engine.ranks.commit import compare
 from tieredckpt.errors import Corrupt, RanksUnavailable
 from tieredckpt.events import CommitFailed, ReplicasDiffer, StepCommitted, StepSaved
+from tieredckpt.format.manifest import StepId
 
 DECLARED = ("**",)
 
@@ -224,6 +225,23 @@ async def test_the_comparison_and_the_vote_have_one_deadline(
         await ranks.reached(checkpoints[:2], "ram")
         answers.release()
         assert not any(heard.of(CommitFailed) for heard in ranks.heard[:2])
+
+
+async def test_a_rank_that_drops_its_part_while_replicas_are_compared_is_named(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with ranks_of(3, shared_memory, tmp_path) as ranks:
+        trees = [replica(1) for _ in range(3)]
+        flip(trees[1]["layers"][0])
+        held = ranks.world.hold(2, "send", topic="log/2")  # what it has: the first is its vote
+        await save(ranks, 1, trees, DECLARED)
+        await held.reached()
+        life, coordinator = ranks[0]._life, ranks[0]._life.engine.mode.ranked.votes.coordinator
+        await life.loop.call(coordinator.part_dropped(1, StepId(1, 1)))
+        held.release()
+        for event in await ranks.failed(step=1):
+            assert event.ranks == (1,)
+            assert "it dropped its part to make room" in event.reason
 
 
 async def test_a_leaf_that_only_some_ranks_have_is_named_and_no_rank_is_suspected(

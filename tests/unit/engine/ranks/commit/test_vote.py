@@ -691,3 +691,33 @@ async def test_a_vote_against_a_save_that_was_decided_leaves_its_memory(place: P
         ranks.let_wait(SOON)
         await works(ranks, 2)
         assert not votes_kept(ranks)
+
+
+async def test_votes_that_come_after_the_decision_leave_their_memory_whatever_was_decided(place: Place) -> None:
+    """Where all that came in time were against the save, no serial tells that the others are late."""
+    async with place.open(2) as ranks:
+        await works(ranks, 1)
+        ranks.let_wait(DEADLINE)
+        for step in (2, 3):
+            held = ranks.world.hold(1, "send", topic="log/*")
+            with failing(ranks[0], NoSpace("by script")), pytest.raises(NoSpace):
+                await ranks.save(step)
+            await ranks.failed(step=step)
+            held.release()
+        ranks[1].signal("all heard")  # it comes after the votes
+        observation = ranks[0]._life.engine.state.observation
+        async with asyncio.timeout(SOON):
+            while "all heard" not in observation.signals:
+                await asyncio.sleep(0.01)
+        assert not votes_kept(ranks)
+
+
+async def test_a_vote_counts_though_what_left_with_it_cannot_be_evicted(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(steps: object) -> None:
+        raise OSError("by script")
+
+    async with place.open() as ranks:
+        monkeypatch.setattr(ranks[0]._life.engine.mode.ranked._departed, "forget", fail)
+        await ranks.reached(await ranks.save(1), "ram")
