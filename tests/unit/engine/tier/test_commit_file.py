@@ -301,6 +301,10 @@ async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_a
     tier = scene.tier
 
     async def commit_otherwise() -> tuple[StepIndex, StepIndex]:
+        async with tier.packs.guard:  # or a collection could take the packs before the commit
+            return await commit()
+
+    async def commit() -> tuple[StepIndex, StepIndex]:
         index = await step_index.load(tier, scene.step)
         arrays, name = dict(index.arrays), layout.btree_key(scene.step.step, scene.step.serial)
         if changed == "arrays":
