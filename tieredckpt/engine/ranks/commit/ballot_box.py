@@ -51,8 +51,8 @@ class BallotBox:
 
         Raises `RanksUnavailable` when some have not come within the deadline.
         """
-        self.put(COORDINATOR, mine)
-        votes = self._votes[mine.attempt]
+        votes = self._votes.setdefault(mine.attempt, {})
+        votes[COORDINATOR] = mine
         with suppress(TimeoutError):
             async with asyncio.timeout(self._group.deadline):
                 await self._came.until(lambda: len(votes) == self._group.size)
