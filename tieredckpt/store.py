@@ -155,8 +155,7 @@ class CheckpointStore:
     ) -> Checkpoint:
         """Copy ``tree`` into RAM and commit it there; slower tiers get it in the background.
 
-        It extends the branch, or forks at the step that was restored last: see ``resume`` of `restore`. Calls that are
-        made at the same time on one event loop begin in their order.
+        It extends the branch, or forks at the step that was restored last: see ``resume`` of `restore`.
 
         Args:
             step: the trainer's number, not negative.

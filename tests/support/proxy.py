@@ -68,6 +68,9 @@ class Handler(BaseHTTPRequestHandler):
 
     do_PUT = do_HEAD = do_DELETE = do_POST = do_GET  # noqa: N815
 
+    def log_message(self, *args: object) -> None:
+        """Say nothing: in a test of a command, stderr is what the command says."""
+
     def forward(self, *, without: tuple[str, ...] = ()) -> http.client.HTTPResponse:
         """Send the request to the server behind; returns its answer."""
         between: Proxy = self.server.between
