@@ -390,7 +390,7 @@ class RanksMachine(RuleBasedStateMachine):
             assert (each.step, each.serial) == (first.step, first.serial)
 
     def wait_long(self) -> None:
-        """Let ranks wait long for each other, once none waits any more for one that has skipped a save."""
+        """Let ranks wait long for each other, when no save waits any more for a rank that skips it."""
         if not self.patient:
             self.run(none(self.ranks.stores, waiting))
             self.ranks.let_wait(SOON)
@@ -513,7 +513,7 @@ class RanksMachine(RuleBasedStateMachine):
             await asyncio.sleep(0.01)
 
     def no_strays(self) -> None:
-        """What no step refers to is gone after a collection."""
+        """A collection deletes every file that no step refers to."""
         disk, tier = self.place / "disk", tier_of(self.ranks[0], "disk")
         for name in files_under(disk):
             with suppress(FileNotFoundError):

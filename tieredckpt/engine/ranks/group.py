@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from tieredckpt.concurrency import outlast
 from tieredckpt.engine import limits
+from tieredckpt.engine.notify import Notification
 from tieredckpt.engine.ranks import messages
 from tieredckpt.engine.ranks.communicator import COORDINATOR, Communicator, RanksMissing, exchange, gather
 from tieredckpt.engine.ranks.messages import Closing, Logged, Reported
@@ -171,6 +172,18 @@ class Group:
             raise
         self._silent.difference_update(came)
         return came
+
+    async def all_in(self, heard: Mapping[int, object], came: Notification, deadline: float) -> list[int]:
+        """At rank 0, wait until ``heard`` has all ranks, at most until ``deadline``; returns those that it lacks.
+
+        ``came`` is notified when a rank comes in, and the deadline is one of the loop's clock.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await came.until(lambda: len(heard) == self.size)
+        missing = sorted(set(range(self.size)) - heard.keys())
+        self.missed(missing)
+        return missing
 
     # -- the log ------------------------------------------------------------------------------------------
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -46,18 +44,14 @@ class BallotBox:
                 failure = Failure.of(RanksUnavailable("it dropped its part to make room meanwhile", [rank]))
                 votes[rank] = replace(votes[rank], failure=failure)
 
-    async def collect(self, mine: Ballot) -> None:
+    async def collect(self, mine: Ballot, deadline: float) -> None:
         """Wait for the votes of all ranks on an attempt, which `votes_on` has then.
 
-        Raises `RanksUnavailable` when some have not come within the deadline.
+        Raises `RanksUnavailable` when some have not come by the ``deadline`` of the loop's clock.
         """
         votes = self._votes.setdefault(mine.attempt, {})
         votes[COORDINATOR] = mine
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._group.deadline):
-                await self._came.until(lambda: len(votes) == self._group.size)
-        if missing := sorted(set(range(self._group.size)) - votes.keys()):
-            self._group.missed(missing)
+        if missing := await self._group.all_in(votes, self._came, deadline):
             raise RanksUnavailable(f"{named(missing)} not saved it within {self._group.deadline:g} s", missing)
 
     def votes_on(self, attempt: str) -> Mapping[int, Ballot]:

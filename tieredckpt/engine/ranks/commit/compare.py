@@ -171,10 +171,7 @@ class Comparison:
         answers = self._answers[asked.attempt] = {self._group.rank: self.answer(asked).groups}
         self._group.publish(asked)
         try:
-            async with asyncio.timeout_at(deadline):
-                await self._came.until(lambda: len(answers) == self._group.size)
-        except TimeoutError:
-            self._group.missed(set(range(self._group.size)) - answers.keys())
+            await self._group.all_in(answers, self._came, deadline)
         finally:
             del self._answers[asked.attempt]
         return answers

@@ -90,7 +90,7 @@ class Coordinator:
         differing: tuple[Difference, ...] = ()
         deadline = asyncio.get_running_loop().time() + self._group.deadline
         try:
-            await self._box.collect(mine)
+            await self._box.collect(mine, deadline)
             votes = self._box.votes_on(attempt)
             ballots.check(votes)
             digests = {rank: vote.replicas for rank, vote in votes.items()}
