@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, SyncStore, T
 from tieredckpt.blobs.object.client import Client
 from tieredckpt.blobs.object.store import ObjectStore
 from tieredckpt.blobs.wrap import Deadline
+from tieredckpt.blobs.wrap.forward import Operation
 from tieredckpt.engine.exporting.objects import Objects
 from tieredckpt.events import ExportFailed, StepExported
 from tieredckpt.interchange import export_step
@@ -304,12 +305,14 @@ def test_the_command_ends_where_the_server_does_not_answer(
     store = open_store(when="never")
     store.save(1, tree(1))
     store.flush()
-    init = Deadline.__init__
+    around = Deadline.around
+    failing = ("list", "delete") if verb == "LIST" else ("get", "get_into", "delete")
 
-    def soon(self: Deadline, *arguments: Any, **settings: Any) -> None:
-        init(self, *arguments, **settings | {"base": 1.0})
+    async def soon(self: Deadline, operation: Operation, call: Callable[[], Awaitable[Any]]) -> Any:
+        self._base = 1.0 if operation.verb in failing else 60.0
+        return await around(self, operation, call)
 
-    monkeypatch.setattr(Deadline, "__init__", soon)
+    monkeypatch.setattr(Deadline, "around", soon)
     with proxy(s3_place.server) as between:
         monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
         for each in (verb, "DELETE"):
