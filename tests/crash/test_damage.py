@@ -49,10 +49,11 @@ def place(shared_memory: Path) -> Path:
 
 
 @asynccontextmanager
-async def opened(place: Path, *names: str) -> AsyncIterator[CheckpointStore]:
+async def opened(place: Path, *names: str, **far: str) -> AsyncIterator[CheckpointStore]:
     """A store over some of the tiers, all of them by default."""
     tiers = {"ram": ram(place, on_close="keep")}
     tiers |= {name: folder(place / "of-test" / name, retain="all") for name in ("disk", "far")}
+    tiers["far"] |= far
     async with CheckpointStore.open(config({name: tiers[name] for name in names or TIERS}, name="test")) as store:
         yield store
 
@@ -578,20 +579,20 @@ async def test_a_damaged_step_that_is_evicted_while_it_is_read_again_does_not_co
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with saved(place, "disk", "far") as store:
-        path = next(Path(tier_of(store, "disk").store.location).glob("steps/*/btree"))
+        path = next(Path(tier_of(store, "far").store.location).glob("steps/*/btree"))
     good = path.read_bytes()
     flipped(path)
     read_index = step_index.read
 
     async def leave(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
         index = await read_index(tier, step)
-        if tier.name == "disk":
+        if tier.name == "far":
             await commit_file.retract(tier, step)
         return index
 
-    async with opened(place, "disk", "far") as store:
+    async with opened(place, "disk", "far", promote="never") as store:  # else it may come anew before
         path.write_bytes(good)
         monkeypatch.setattr(step_index, "read", leave)
         with pytest.raises(NotFound):
-            await store.verify(1, tier="disk")
-        assert await store.where(1) == ("far",)
+            await store.verify(1, tier="far")
+        assert await store.where(1) == ("disk",)
