@@ -92,7 +92,7 @@ class Client:
         """
         part = max(_LEAST_PART, -(-(nbytes or 0) // (_PARTS << 20)) << 20)  # whole MiB
         sent = 0
-        given_up: BaseException | None = None
+        given_up: Exception | None = None
         cancelled = False
 
         async def given() -> AsyncIterator[Buffer]:
@@ -109,37 +109,38 @@ class Client:
                             f"may have {format_size(part * _PARTS)}, and has more; write several files"
                         )
                     yield piece
-            except BaseException as error:
+            except Exception as error:
                 given_up = error
                 raise
 
         async def put() -> None:
-            await obstore.put_async(
-                await asyncio.to_thread(self._streams, part),
-                key,
-                given(),
-                mode="overwrite",
-                use_multipart=True,
-                chunk_size=part,
-                max_concurrency=max(1, _PARTS_AT_ONCE * _LEAST_PART // part),
-            )
-
-        with self._errors(key, "written"):
-            running = asyncio.ensure_future(put())
             try:
-                await shielded(running)
-            except asyncio.CancelledError:
-                cancelled = True
-                try:
-                    await outlast(asyncio.ensure_future(asyncio.wait([running], timeout=_ABORTS_WITHIN)))
-                finally:  # also of a second cancellation
-                    running.cancel()
-                    await outlast(running)
-                raise
-            except Exception as error:
-                if isinstance(given_up, TieredCkptError):
+                with self._errors(key, "written"):
+                    await obstore.put_async(
+                        await asyncio.to_thread(self._streams, part),
+                        key,
+                        given(),
+                        mode="overwrite",
+                        use_multipart=True,
+                        chunk_size=part,
+                        max_concurrency=max(1, _PARTS_AT_ONCE * _LEAST_PART // part),
+                    )
+            except TieredCkptError as error:
+                if given_up is not None:
                     raise given_up from error
                 raise
+
+        running = asyncio.ensure_future(put())
+        try:
+            await shielded(running)
+        except asyncio.CancelledError:
+            cancelled = True
+            try:
+                await outlast(asyncio.ensure_future(asyncio.wait([running], timeout=_ABORTS_WITHIN)))
+            finally:  # also of a second cancellation
+                running.cancel()
+                await outlast(running)
+            raise
 
     async def get(self, key: str, start: int | None = None, end: int | None = None, *, piece: int) -> tuple[Range, int]:
         """Read an object, which may be large, or a range of it: the arriving bytes, and the size of the object.

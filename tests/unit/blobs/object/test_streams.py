@@ -134,6 +134,24 @@ async def test_an_upload_that_is_cancelled_leaves_nothing(store: ObjectStore, s3
     assert "large" not in s3_place.bucket.sizes()
 
 
+@pytest.mark.parametrize("kind", [ValueError, TierUnavailable])
+async def test_an_error_of_who_gives_the_pieces_is_raised_as_it_is_and_leaves_nothing(
+    store: ObjectStore, s3_place: Place, kind: type[Exception]
+) -> None:
+    error = kind("no more")
+
+    async def broken() -> AsyncIterator[bytearray]:
+        async for piece in pieces(40 * MIB):
+            yield piece
+        raise error
+
+    with pytest.raises(kind) as raised:
+        await store.put_stream("large", broken())
+    assert raised.value is error
+    await nothing_left(s3_place)
+    assert "large" not in s3_place.bucket.sizes()
+
+
 async def nothing_left(place: Place) -> None:
     """The server may hear of it later."""
     for _ in range(600):
