@@ -8,7 +8,9 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tieredckpt.blobs.base import BlobInfo
 from tieredckpt.concurrency import together
@@ -17,7 +19,7 @@ from tieredckpt.engine.opening.catalog_read import stamp_of
 from tieredckpt.engine.tier.catalog_cache import CatalogFile, Stamp
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format import layout
-from tieredckpt.format.catalog import MAX_CATALOG, Catalog, CatalogStep, encode_catalog
+from tieredckpt.format.catalog import Catalog, CatalogStep, encode_catalog
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.ocdbt import Extent
 
@@ -25,7 +27,8 @@ __all__ = ["write_catalog"]
 
 _CHUNKS_EACH = 2 << 20
 """About how many chunks one catalog lists, in 64 MiB."""
-_STEPS_EACH = 100_000
+_STEPS_EACH = 64 << 20
+"""About how many bytes of steps one catalog has: then none is larger than a reader takes."""
 _LISTED_WITH_IT = 8
 """All steps are listed at once if the tier holds at most so many for each step that is looked for."""
 _LARGE = 32 << 20
@@ -58,18 +61,20 @@ async def write_catalog(tier: Tier, store: str) -> bool:
             return False
         found = await asyncio.to_thread(tier.packs.index.listed, plan.packs, _duplicates(tier))
         sizes = np.array([tier.packs.sizes[key] for key in plan.packs], np.uint64)
-        steps = [(step, tier.steps.held[step].record, known.stamps[step]) for step in plan.steps]
+        stamps = [known.stamps[step] for step in plan.steps]
+        steps = [_entry(step, tier.steps.held[step].record, known.stamps[step]) for step in plan.steps]
     counts, table = found
-    for packs, rows, some in _shares(counts, len(steps)):
+    nbytes = await asyncio.to_thread(lambda: np.array([len(msgspec.msgpack.encode(step)) for step in steps], np.int64))
+    for packs, rows, some in _shares(counts, nbytes):
         catalog = Catalog(
             store,
             plan.packs[packs],
             sizes[packs],
             counts[packs].astype(np.uint32),
             table[rows],
-            [_entry(*step) for step in steps[some]],
+            steps[some],
         )
-        await _put(tier, catalog, {step: stamp for step, _, stamp in steps[some]})
+        await _put(tier, catalog, dict(zip(plan.steps[some], stamps[some], strict=True)))
     for key in plan.replaces:
         await tier.store.delete(key)
         known.files.pop(key, None)
@@ -134,15 +139,23 @@ def _duplicates(tier: Tier) -> list[tuple[bytes, Extent]]:
     return [(digest, extent) for digest, extents in tier.packs.duplicates.items() for extent in extents]
 
 
-def _shares(counts: np.ndarray[tuple[int], np.dtype[np.int64]], steps: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Divide packs, their chunks and steps among catalogs; one catalog is enough unless there is very much."""
-    ends = np.concatenate([[0], np.cumsum(counts)])
+def _shares(counts: NDArray[np.int64], nbytes: NDArray[np.int64]) -> Iterator[tuple[slice, slice, slice]]:
+    """Divide packs, their chunks and steps among catalogs; one catalog is enough unless there is very much.
+
+    Args:
+        counts: chunks of each pack.
+        nbytes: bytes of each step.
+    """
+    chunks, steps = (np.concatenate([[0], np.cumsum(each)]) for each in (counts, nbytes))
     pack = step = 0
-    while pack < len(counts) or step < steps:
-        last = max(pack + 1, int(np.searchsorted(ends, ends[pack] + _CHUNKS_EACH, "right")) - 1)
-        last = min(last, len(counts))
-        yield slice(pack, last), slice(int(ends[pack]), int(ends[last])), slice(step, step + _STEPS_EACH)
-        pack, step = last, step + _STEPS_EACH
+    while pack < len(counts) or step < len(nbytes):
+        last, end = _reach(chunks, pack, _CHUNKS_EACH), _reach(steps, step, _STEPS_EACH)
+        yield slice(pack, last), slice(int(chunks[pack]), int(chunks[last])), slice(step, end)
+        pack, step = last, end
+
+
+def _reach(ends: NDArray[np.int64], start: int, most: int) -> int:
+    return min(max(start + 1, int(np.searchsorted(ends, ends[start] + most, "right")) - 1), len(ends) - 1)
 
 
 def _entry(step: StepId, record: StepRecord, stamp: Stamp) -> CatalogStep:
@@ -165,8 +178,6 @@ def _entry(step: StepId, record: StepRecord, stamp: Stamp) -> CatalogStep:
 async def _put(tier: Tier, catalog: Catalog, stamps: Mapping[StepId, Stamp]) -> None:
     known, key = tier.steps.catalogued, layout.catalog_key(secrets.token_hex(16))
     data = await asyncio.to_thread(encode_catalog, catalog)
-    if len(data) > MAX_CATALOG:
-        return  # metrics beyond all measure: these steps are read at each opening
     await tier.store.put(key, [data])
     # What was committed anew meanwhile has another stamp, or none yet.
     steps = frozenset(step for step, stamp in stamps.items() if known.stamps.get(step) == stamp)

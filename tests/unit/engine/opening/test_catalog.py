@@ -26,6 +26,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.opening import catalog_read, catalog_write
 from tieredckpt.engine.opening.upkeep import catalogue
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.tier import Tier
@@ -337,6 +338,23 @@ async def test_there_are_few_catalogs_and_none_of_what_has_gone(place: Place) ->
     async with place.opened() as store:
         assert reads(store)[1] == 0
         await assert_all_there(store, 15, 16, 17)
+
+
+async def test_steps_with_more_metrics_than_one_catalog_may_have_are_divided_among_several(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_write, "_STEPS_EACH", 6 << 10)
+    monkeypatch.setattr(catalog_read, "MAX_CATALOG", 16 << 10)
+    steps = range(1, 9)
+    async with place.opened() as store:
+        for step in steps:
+            metrics = {f"metric {number} of many": float(step) for number in range(100)}
+            await (await store.save(step, state(step), metrics=metrics)).reached("disk")
+            await store._life.loop.call(catalogue(tier_of(store, "disk")))
+    assert len(place.catalogs) > 1
+    async with place.opened() as store:
+        assert sum(each.whole for each in tier_of(store, "disk").steps.held.values()) == 1  # the newest alone is read
+        await assert_all_there(store, *steps)
 
 
 @pytest.mark.usefixtures("faults")
