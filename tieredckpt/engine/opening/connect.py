@@ -228,6 +228,9 @@ async def _reopen(state: State, tier: Tier) -> bool:
         found = await marker_file.read(blobs)
     except (NotFound, Corrupt, TierUnavailable):
         found = None
+    except BaseException:
+        await blobs.close()
+        raise
     if found is None or state.identity.marker is None or found.store != state.identity.marker.store:
         await blobs.close()
         return False
@@ -271,9 +274,10 @@ async def move_to_earlier_place(state: State, tier: Tier, stores: Collection[str
                 *(tier.name, earlier.location),
             )
         return None
-    if tier.blobs is not None:
-        await tier.blobs.close()
+    old = tier.blobs
     tier.config, tier.connect, tier.blobs = earlier, connect, blobs
+    if old is not None:
+        await old.close()
     _log.info("tier %r: the store lies at %s, where versions before put it", tier.name, earlier.location)
     return marker
 
