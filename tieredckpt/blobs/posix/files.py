@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobInfo
@@ -25,12 +26,15 @@ __all__ = [
     "new_temporary",
     "open_regular",
     "probe",
+    "skip_unreadable",
     "sync_folder",
     "unusable",
 ]
 
 _CANNOT_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of fsync(2) of a folder on file systems without it, such as AFS, SMB and some of FUSE."""
+_NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of open(2) that say nothing of the file: this process, or the system, has no descriptor or memory for it."""
 
 
 def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
@@ -45,6 +49,8 @@ def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
             return NoSpace(f"{what}; evict steps, or have the quota of this user, group or project raised")
         case errno.EFBIG:
             return TierUnavailable(f"{what}; raise the limit on the size of a file (`ulimit -f`, or the file system's)")
+        case errno.EMFILE | errno.ENFILE:
+            return TierUnavailable(f"{what}; close some, or raise their limit (`ulimit -n`, or the system's)")
         case errno.EEXIST:
             return Conflict(f"{path} exists already")
         case errno.ELOOP:
@@ -53,6 +59,19 @@ def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
             return Invalid(what)
         case _:
             return TierUnavailable(f"{what}; check that the file system is mounted and healthy")
+
+
+@contextlib.contextmanager
+def skip_unreadable(path: Path) -> Iterator[None]:
+    """Skip what is read in the block if ``path`` cannot be read.
+
+    Raises `TierUnavailable` if no file can be opened now: whether ``path`` can be read is not known then.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NOTHING_LEFT:
+            raise foreign(error, path, "read") from error
 
 
 def is_full(error: OSError) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 from pathlib import Path
 from typing import TypeVar
@@ -10,32 +10,25 @@ from typing import TypeVar
 import msgspec
 
 from tieredckpt._decoders import json_decoder
-from tieredckpt.blobs.posix.files import open_regular
+from tieredckpt.blobs.posix.files import open_regular, skip_unreadable
 from tieredckpt.errors import Corrupt
 
 __all__ = ["read_json", "replace_json"]
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-_NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors of open(2) that say nothing of the file: this process, or the system, has no descriptor or memory for it."""
-
 
 def read_json(path: Path, kind: type[S], *, limit: int) -> S | None:
     """Read the value of a regular file of at most ``limit`` bytes; None if there is no usable one. Blocking.
 
-    Raises `OSError` if no file can be opened now.
+    Raises `TierUnavailable` if no file can be opened now.
     """
-    try:
+    damaged = Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError
+    with contextlib.suppress(*damaged), skip_unreadable(path):
         fd = open_regular(path, os.O_RDONLY, follow_symlinks=False)
         with os.fdopen(fd, "rb") as file:
             return json_decoder(kind).decode(file.read(limit + 1))
-    except OSError as error:
-        if error.errno in _NOTHING_LEFT:
-            raise
-        return None
-    except (Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    return None
 
 
 def replace_json(path: Path, new: Path, value: msgspec.Struct) -> None:

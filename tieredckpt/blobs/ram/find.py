@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tieredckpt.blobs.posix.files import open_regular
+from tieredckpt.blobs.posix.files import open_regular, skip_unreadable
 from tieredckpt.blobs.ram.folder import (
     LOCK,
     RANK_FOLDER,
@@ -25,7 +25,7 @@ from tieredckpt.blobs.ram.folder import (
 )
 from tieredckpt.blobs.ram.owner import Owner, is_removed, look_at, read_owner
 from tieredckpt.blobs.ram.slab_meta import has_slab, slab_bytes
-from tieredckpt.errors import Conflict, Corrupt, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt
 from tieredckpt.format import layout
 from tieredckpt.format.marker import StoreMarker, decode_marker
 
@@ -69,7 +69,10 @@ class FoundRam(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_ram(root: Path) -> list[FoundRam]:
-    """Every RAM folder of this user below a root, by path. Blocking; changes nothing."""
+    """Every RAM folder of this user below a root, by path.
+
+    Blocking; changes nothing. Raises `TierUnavailable` if no file can be opened now: what there is would be missed.
+    """
     found = (_look_into(folder) for folder in _folders(root))
     return sorted((each for each in found if each is not None), key=lambda each: each.folder)
 
@@ -111,13 +114,15 @@ def store_in(folder: Path) -> StoreMarker | None:
 
 
 def marker_at(folder: Path) -> StoreMarker | None:
-    """The marker in a folder; None where there is none that this version reads. Blocking."""
-    try:
+    """The marker in a folder; None where there is none that this version reads.
+
+    Blocking. Raises `TierUnavailable` if no file can be opened now.
+    """
+    with contextlib.suppress(Corrupt), skip_unreadable(folder):
         fd = open_regular(folder / layout.MARKER, os.O_RDONLY, follow_symlinks=False)
         with os.fdopen(fd, "rb") as file:
             return decode_marker(file.read(layout.MARKER_MAX + 1), str(folder))
-    except (OSError, Corrupt):
-        return None
+    return None
 
 
 def _folders(root: Path) -> list[Path]:
@@ -128,7 +133,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _look_into(folder: Path) -> FoundRam | None:
-    with contextlib.suppress(OSError, Conflict, TierUnavailable):  # it has just gone, or is another user's
+    with contextlib.suppress(OSError, Conflict):  # it has just gone, or is another user's
         check_owner(folder, strictly=True)
         marker = store_in(folder)
         if marker is None:
@@ -163,7 +168,7 @@ def _steps(folder: Path) -> dict[tuple[int, int], float]:
 
 def _user(folder: Path) -> str:
     """The process that locks a folder, from the kernel's list: taking the lock could disturb one that opens it."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(ValueError), skip_unreadable(folder):
         lock = (folder / LOCK).lstat()
         held = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
         for line in Path("/proc/locks").read_text().splitlines():

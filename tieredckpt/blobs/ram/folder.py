@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tieredckpt.blobs.locks import let_go, lock_file
+from tieredckpt.blobs.posix.files import skip_unreadable
 from tieredckpt.errors import Conflict
 
 __all__ = [
@@ -73,8 +74,11 @@ def is_store_folder(name: str) -> bool:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders in a folder; none where it goes at this moment, or cannot be listed now. Blocking."""
-    with contextlib.suppress(OSError):
+    """The folders in a folder; none where it goes at this moment, or is not ours to list.
+
+    Blocking. Raises `TierUnavailable` if no file can be opened now.
+    """
+    with skip_unreadable(folder):
         return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     return []
 
@@ -202,9 +206,12 @@ def move_in(old: Path, new: Path) -> None:
 
 
 def unfinished_moves(root: Path) -> dict[str, Path]:
-    """Folders from which a dead process was moving RAM to a store's folder, by the UUID of the store. Blocking."""
+    """Folders from which a dead process was moving RAM to a store's folder, by the UUID of the store.
+
+    Blocking. Raises `TierUnavailable` if no file can be opened now.
+    """
     found = {}
-    with contextlib.suppress(OSError):
+    with skip_unreadable(root):
         for path in root.iterdir():
             if path.suffix == _MOVING and is_store_folder(path.stem) and path.is_symlink():
                 found[path.stem] = path.readlink()

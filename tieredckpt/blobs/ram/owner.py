@@ -58,7 +58,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 def read_owner(folder: Path) -> Owner | None:
     """The note of a folder; None if there is no usable one, as in a folder of an earlier version.
 
-    Blocking. Raises `OSError` if no file can be opened now.
+    Blocking. Raises `TierUnavailable` if no file can be opened now.
     """
     owner = read_json(folder / _OWNER, Owner, limit=_SIZE_MAX)
     return None if owner is None else _with_paths(owner, lambda noted: os.fsdecode(noted.encode()))

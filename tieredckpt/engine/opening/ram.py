@@ -215,21 +215,17 @@ async def note_owner(state: State) -> None:
     folder = Path(ram.store.location)
     try:
         before = await in_thread(read_owner, folder)
-    except OSError as error:
-        _log.warning("it could not be noted whose the RAM at %s is: %s", folder, error)
-        return
-    known = {place.location: place for place in before.places} if before is not None else {}
-    places = [await _noted(state, tier, known) for tier in state.tiers[1:]]
-    owner = Owner(
-        label=state.config.name,
-        ranks=state.membership.size,
-        places=tuple(place for place in places if place is not None),
-        used_at=time.time(),
-    )
-    state.identity.noted = {place.location: place for place in owner.places}
-    try:
+        known = {place.location: place for place in before.places} if before is not None else {}
+        places = [await _noted(state, tier, known) for tier in state.tiers[1:]]
+        owner = Owner(
+            label=state.config.name,
+            ranks=state.membership.size,
+            places=tuple(place for place in places if place is not None),
+            used_at=time.time(),
+        )
+        state.identity.noted = {place.location: place for place in owner.places}
         await in_thread(write_owner, folder, owner)
-    except (OSError, UnicodeError) as error:  # the latter of a path that is bytes, and no text
+    except (OSError, TierUnavailable, UnicodeError) as error:  # the last of a path that is bytes, and no text
         _log.warning("it could not be noted whose the RAM at %s is: %s", folder, error)
 
 

@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 from reliability.ranks import World
-from support.scenes import CHUNK, Heard, assert_same, config, crash, folder, ram, ram_in
+from support.limits import descriptors_left
+from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, ram, ram_in
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.ram import find
 from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.blobs.ram.folder import is_store_folder
 from tieredckpt.blobs.ram.owner import read_owner
 from tieredckpt.engine.opening.change_identity import fork
-from tieredckpt.errors import Conflict
+from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.events import RamLeftAlone, TierFailed
 from tieredckpt.format import layout
 from tieredckpt.format.marker import decode_marker
@@ -337,6 +339,29 @@ async def test_a_store_of_ram_alone_is_known_by_its_name(place: Place) -> None:
             restored = await store.restore()
             assert restored is not None
             assert restored.step == number
+
+
+@pytest.mark.parametrize("read", ["folders_in", "unfinished_moves", "marker_at", "read_owner", "slab_bytes"])
+async def test_a_store_of_ram_alone_is_not_begun_anew_at_a_moment_when_no_file_can_be_opened(
+    place: Place, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    alone = config({"ram": ram(place.shared_memory, capacity=12 * CHUNK, on_close="keep")}, name="run")
+    async with CheckpointStore.open(alone) as store:
+        await store.save(1, state(1))
+    reads = getattr(find, read)
+
+    def short_of_descriptors(path: Path) -> Any:
+        with descriptors_left(0):
+            return reads(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(find, read, short_of_descriptors)
+        with pytest.raises(TierUnavailable, match="Too many open files"):
+            async with CheckpointStore.open(alone):
+                pass
+    assert list(place.stores().values()) == [[1]]
+    async with CheckpointStore.open(alone) as store:
+        assert_restored(await store.restore(), state(1))
 
 
 # -- several ranks ----------------------------------------------------------------------------------------
