@@ -150,13 +150,13 @@ class PendingSaves:
             self._tell_refused()
 
     def _tell_refused(self) -> None:
-        """Tell of the calls that never begin, once all before them have begun, and let the next one begin."""
+        """Let the next call begin, and tell of those that never will, once all before them have begun."""
+        self._turn_ended.notify()  # first: to tell of one may fail, and no other waits for that
         for turn, refused in tuple(self._turns.items()):
             if refused is None:
                 break
             del self._turns[turn]
             self._not_begun(*refused)
-        self._turn_ended.notify()
 
     async def _copy(self, call: SaveCall, tree: Any) -> Saved:
         """Save, and return when it is done."""

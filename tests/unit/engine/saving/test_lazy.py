@@ -274,6 +274,21 @@ async def test_saves_called_at_the_same_time_are_made_in_the_order_of_the_calls(
         assert [info.step for info in sorted(await store.steps(), key=lambda info: info.serial)] == [1, 2]
 
 
+async def test_a_save_waits_for_no_earlier_call_that_was_refused_though_the_ranks_cannot_be_told(
+    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*what: Any) -> None:
+        raise MemoryError
+
+    many = {str(key): key for key in range(5000)}
+    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
+        monkeypatch.setattr(store._life.engine.pending, "_not_begun", broken)
+        calls = store.save(1, {"many": many, "bad": object()}), store.save(2, {"w": full(2)})
+        refused, saved = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(refused, MemoryError)
+        assert isinstance(saved, Checkpoint)
+
+
 async def test_a_call_whose_loop_has_stopped_holds_up_neither_saves_nor_the_close(
     tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
