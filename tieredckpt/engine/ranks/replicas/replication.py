@@ -278,6 +278,8 @@ class Replication:
         except TieredCkptError as error:
             failure = Failure.of(error)
             ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
+        if step not in self._own.steps.held:
+            return  # it was evicted meanwhile: the copies of an older one are still of use
         if failure is None:
             for part, _, rank in request.copies:
                 self._note(step, part, rank)
@@ -346,16 +348,14 @@ class Replication:
         return await send_part(self._state, self._transfer(request, part), tier, step, to, self._pace)
 
     async def _receive_part(self, request: Replicate, part: int, source: int) -> None:
-        transfer = self._transfer(request, part)
-        if part != self._group.rank:
-            await receive_part(self._state, transfer, self.kept[part], source, self._let_older_go)
-            return
-        step = await receive_part(self._state, transfer, self._own, source, self._collector.make_room)
-        if (held := self._own.steps.held.get(step)) is None:  # all ranks have evicted it meanwhile
-            await self._collector.evictor.drop_part(step, self._own)
-            return
-        self._own.steps.agree(held.record)
-        self._state.changed.notify()
+        mine = part == self._group.rank
+        tier, make_room = (self._own, self._collector.make_room) if mine else (self.kept[part], self._let_older_go)
+        step = await receive_part(self._state, self._transfer(request, part), tier, source, make_room)
+        if step not in (self._own.steps.held if mine else self._state.records()):  # all have evicted it meanwhile
+            await self._collector.evictor.drop_part(step, tier)
+        elif mine:
+            self._own.steps.agree(self._own.steps.held[step].record)
+            self._state.changed.notify()
 
     async def _let_older_go(self, tier: Tier, enough: Callable[[], bool]) -> None:
         """Evict kept replicas oldest first, never the last fully replicated step (the newest if none is)."""

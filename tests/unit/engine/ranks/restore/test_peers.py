@@ -22,7 +22,7 @@ from tieredckpt.engine.ranks.restore.transfer import PEERS
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.errors import Invalid, TierUnavailable
-from tieredckpt.events import ReplicationFailed, StepEvicted
+from tieredckpt.events import ReplicationFailed, StepEvicted, StepReplicated
 from tieredckpt.format.manifest import StepId
 
 TWO_NODES = "aabb"
@@ -132,6 +132,50 @@ async def test_a_part_that_comes_back_after_its_step_was_evicted_brings_the_step
         async with asyncio.timeout(SOON):
             await ranks.all(lambda store, rank: store._life.loop.call(nothing_lies_apart(store)))
         assert [await store.where(1) for store in ranks.stores] == [("disk",)] * 4
+
+
+async def test_a_copy_that_comes_after_its_step_was_deleted_does_not_stay(
+    place: RanksPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next opening could have brought the step back, and the copies of the step before had gone for it."""
+    receive_part, may_come, waits = replication.receive_part, threading.Event(), threading.Event()
+
+    async def late(state: Any, transfer: Any, tier: Any, source: int, make_room: Any) -> StepId:
+        if source == 3:
+            waits.set()
+            assert await asyncio.to_thread(may_come.wait, SOON)
+        return await receive_part(state, transfer, tier, source, make_room)
+
+    def copies() -> list[set[int]]:
+        kept = (store._life.engine.mode.ranked.replicas.kept.values() for store in ranks.stores)
+        return [{step.step for tier in tiers for step in tier.steps.parts} for tiers in kept]
+
+    async def unread(store: CheckpointStore) -> None:
+        while store._life.engine.state.tiers[0].steps.pins:
+            await asyncio.sleep(0.01)
+
+    async def copied(store: CheckpointStore) -> None:
+        while any("copies of step" in task.get_name() for task in store._life.engine.mode.ranked.group._tasks):
+            await asyncio.sleep(0.01)
+
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        monkeypatch.setattr(replication, "receive_part", late)
+        await ranks.save(2)
+        assert await asyncio.to_thread(waits.wait, SOON)
+        await ranks[0]._life.loop.call(unread(ranks[0]))
+        await ranks[0].delete(2, force=True)
+        for heard in ranks.heard:
+            await heard.first(StepEvicted, lambda event: (event.step, event.tier) == (2, "ram"))
+        may_come.set()
+        await ranks.all(lambda store, rank: store._life.loop.call(copied(store)))
+        assert copies() == [{1}] * 4
+        await ranks.save(3)
+        await ranks.replicated(3)
+        assert copies() == [{3}] * 4
+        for heard in ranks.heard:
+            assert [event.step for event in heard.of(StepReplicated)] == [1, 3]
 
 
 async def test_ranks_that_change_their_nodes_find_their_parts_and_copy_them_anew(
