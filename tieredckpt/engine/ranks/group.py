@@ -114,7 +114,7 @@ class Group:
         await outlast(asyncio.gather(*tasks, return_exceptions=True))
         try:
             await self.communicator.close()
-        except TieredCkptError as error:
+        except Exception as error:
             _log.warning("the communicator of the ranks: %s", error)
 
     async def _let_all_go(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 from reliability.ranks import InProcess, World
 from reliability.tiers import FaultyTiers
 from support.cohort import DEADLINE, Cohort, RanksPlace, assert_whole, part, stores_of, whole
+from support.insight import mapped_below, opened_below
 from support.limits import limit
 from support.scenes import SOON, config, crash, folder, ram
 
@@ -52,6 +53,26 @@ async def test_a_rank_that_cannot_open_keeps_all_from_it_and_says_why(place: Ran
         assert "in use" in str(found[2])
     finally:
         let_go(lock)
+
+
+async def test_a_communicator_that_fails_as_it_is_closed_keeps_no_tier_open(
+    place: RanksPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = InProcess.close
+
+    async def broken(communicator: InProcess) -> None:
+        await close(communicator)
+        raise RuntimeError("an error of its transport")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcess, "close", broken)
+        async with place.open() as ranks:
+            await ranks.save(1)
+    assert not opened_below(place.shared_memory)
+    assert not mapped_below(place.shared_memory)
+    async with place.open() as ranks:
+        for restored in await ranks.restored():
+            assert_whole(restored, 1)
 
 
 async def test_what_is_true_for_all_ranks_is_said_once_by_the_leader(
