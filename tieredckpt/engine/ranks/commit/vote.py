@@ -238,7 +238,7 @@ class Votes:
         step = self.attempts.voted_for.pop(attempt)
         self.comparison.forget(attempt)
         self._fail(step, ranks, reason)
-        await self.drop(step, ballots.not_committed(step, reason))
+        await self.drop(step)
 
     def _forget_refused(self, attempts: Iterable[str]) -> None:
         """Forget votes against saves on which rank 0 has decided, perhaps before they came, or never will."""
