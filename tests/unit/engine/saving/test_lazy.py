@@ -4,61 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import shutil
 import threading
-import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.devices import EVERY_KIND, rig
-from support.insight import flip_chunk, tier_of
-from support.scenes import CHUNK, SOON, Heard, config, folder, new_shared_folder, ram
+from support.lazy_saves import SIZE, full, values_of
+from support.scenes import SOON, Heard, config, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore, Closed, DeviceUnavailable, Invalid
-from tieredckpt.checkpoint import Checkpoint
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.engine import Engine
-from tieredckpt.engine.loop import EngineThread
-from tieredckpt.engine.saving import lazy, pending, save
 from tieredckpt.events import SaveFailed
 from tieredckpt.testing.devices import FakeArray, FakeDriver
-
-SIZE = 6 * CHUNK
-
-
-@pytest.fixture
-def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """What a save reads, it reads when this is set."""
-    may_begin = threading.Event()
-    snapshot = save.Writer._snapshot
-
-    async def late(*arguments: Any) -> Any:
-        assert await asyncio.to_thread(may_begin.wait, SOON)
-        return await snapshot(*arguments)
-
-    monkeypatch.setattr(save.Writer, "_snapshot", late)
-    yield may_begin
-    may_begin.set()
-
-
-def full(value: int) -> Any:
-    return np.full(SIZE, value, np.uint8)
-
-
-async def values_of(store: CheckpointStore, step: int) -> tuple[int, ...]:
-    """The values that a step has of each array, each of which is one value throughout."""
-    restored = await store.restore(step, resume=False)
-    assert restored is not None
-    assert all((array == array[0]).all() for array in restored.tree.values())
-    return tuple(int(restored.tree[key][0]) for key in sorted(restored.tree))
-
 
 ENDS = ("captured", "reached", "flush", "save", "lazy save", "close", "nothing")
 
@@ -246,170 +210,6 @@ async def test_a_lazy_save_that_is_cancelled_is_not_made(tiers: StoreConfig, mon
         assert await store.all_steps() == ()
 
 
-@pytest.mark.parametrize("captures", [("copy", "lazy"), ("lazy", "copy"), ("lazy", "lazy"), ("lazy", "lazy", "copy")])
-async def test_saves_called_at_the_same_time_wait_for_no_confirmation_that_cannot_come(
-    tiers: StoreConfig, captures: tuple[Any, ...]
-) -> None:
-    """Promise 5: who gathers the calls can confirm none before all have returned, and then in any order."""
-    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
-        for first in range(1, 41, 4):
-            calls = [store.save(step, {"w": full(step)}, capture=how) for step, how in enumerate(captures, first)]
-            for checkpoint in reversed(await asyncio.gather(*calls)):
-                await checkpoint.captured()
-                await checkpoint.reached("ram")
-                assert await values_of(store, checkpoint.step) == (checkpoint.step,)
-
-
-@pytest.mark.parametrize("first", ["copy", "lazy"])
-@pytest.mark.parametrize("second", ["copy", "lazy"])
-async def test_saves_called_at_the_same_time_are_made_in_the_order_of_the_calls(
-    tiers: StoreConfig, first: Literal["copy", "lazy"], second: Literal["copy", "lazy"]
-) -> None:
-    """Decision 26: the newest was the one whose tree takes longest to flatten, or to digest."""
-    tiers = tiers.model_copy(update={"lazy_guard": "digests"})
-    much = {"many": {str(key): key for key in range(5000)}, "large": np.zeros(16 << 20, np.uint8)}
-    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
-        await asyncio.gather(store.save(1, much, capture=first), store.save(2, {"w": full(2)}, capture=second))
-        await store.flush()
-        assert [info.step for info in sorted(await store.steps(), key=lambda info: info.serial)] == [1, 2]
-
-
-async def test_a_save_waits_for_no_earlier_call_that_was_refused_though_the_ranks_cannot_be_told(
-    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*what: Any) -> None:
-        raise MemoryError
-
-    many = {str(key): key for key in range(5000)}
-    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
-        monkeypatch.setattr(store._life.engine.pending, "_not_begun", broken)
-        calls = store.save(1, {"many": many, "bad": object()}), store.save(2, {"w": full(2)})
-        refused, saved = await asyncio.gather(*calls, return_exceptions=True)
-        assert isinstance(refused, MemoryError)
-        assert isinstance(saved, Checkpoint)
-
-
-async def test_a_call_whose_loop_has_stopped_holds_up_neither_saves_nor_the_close(
-    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_held, go_on = threading.Event(), threading.Event()
-
-    def held_up(*arguments: Any) -> Any:
-        is_held.set()
-        assert go_on.wait(SOON)
-
-    monkeypatch.setattr(pending, "DigestGuard", held_up)
-    tiers = tiers.model_copy(update={"lazy_guard": "digests"})
-    loop = asyncio.new_event_loop()
-    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
-        first = loop.create_task(store.save(1, {"w": full(1)}, capture="lazy"))
-        behind = loop.create_task(store.save(2, {"w": full(2)}))
-        await asyncio.to_thread(loop.run_until_complete, asyncio.to_thread(is_held.wait, SOON))  # and it runs no more
-        await (await store.save(3, {"w": full(3)})).reached("disk")
-        await store.close()
-    go_on.set()
-    ended = asyncio.gather(first, behind, return_exceptions=True)
-    assert isinstance((await asyncio.to_thread(loop.run_until_complete, ended))[0], Closed)
-    loop.close()
-
-
-CALLS: dict[str, Callable[[CheckpointStore, Checkpoint], Awaitable[object]]] = {
-    "collect": lambda store, earlier: store.collect(),
-    "delete": lambda store, earlier: store.delete(1),
-    "evict": lambda store, earlier: store.evict(1, "disk"),
-    "flush": lambda store, earlier: store.flush(),
-    "promote": lambda store, earlier: store.promote(2, "disk"),
-    "reached": lambda store, earlier: earlier.reached("disk"),
-    "restore": lambda store, earlier: store.restore(1, resume=False),
-    "scrub": lambda store, earlier: store.scrub("disk", repair=True),
-    "verify": lambda store, earlier: store.verify(2, "disk", repair=True),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-async def test_a_lazy_save_past_ram_is_confirmed_by_a_call_that_waits_for_its_tier(
-    call: str, shared_memory: Path, tmp_path: Path
-) -> None:
-    """Promise 5: nothing else is promoted to the tier or collected there until it is committed."""
-    settings = {"ram": ram(shared_memory, capacity="256 KiB"), "disk": folder(tmp_path / "disk")}
-    async with CheckpointStore.open(config(settings)) as store, asyncio.timeout(SOON):
-        await (await store.save(1, {"w": full(1)[:CHUNK]})).reached("disk")
-        earlier = await store.save(2, {"w": full(2)[:CHUNK]})
-        if call not in ("promote", "reached"):
-            await earlier.reached("disk")
-        if call in ("scrub", "verify"):
-            await flip_chunk(store, "disk", 2, "w")
-        array = np.arange(SIZE, dtype=np.int64)
-        await store.save(3, {"w": array}, capture="lazy")
-        while not tier_of(store, "disk").packs.guard.locked():
-            await asyncio.sleep(0.01)
-        await CALLS[call](store, earlier)
-        await store.flush()
-        assert await store.where(3) == ("disk",)
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("order", ["the save first", "the call first"])
-async def test_a_lazy_save_past_ram_waits_for_no_confirmation_by_who_waits_for_a_call_as_well(
-    order: str, call: str, shared_memory: Path, tmp_path: Path
-) -> None:
-    """Promise 5: who gathers both can confirm none before the call has returned, which waits for the save."""
-    settings = {"ram": ram(shared_memory, capacity="256 KiB"), "disk": folder(tmp_path / "disk")}
-    async with CheckpointStore.open(config(settings)) as store, asyncio.timeout(SOON):
-        await (await store.save(1, {"w": full(1)[:CHUNK]})).reached("disk")
-        earlier = await store.save(2, {"w": full(2)[:CHUNK]})
-        if call != "reached":
-            await earlier.reached("disk")
-        both = store.save(3, {"w": np.arange(SIZE, dtype=np.int64)}, capture="lazy"), CALLS[call](store, earlier)
-        await asyncio.gather(*(both if order == "the save first" else both[::-1]))
-        await store.flush()
-        assert await store.where(3) == ("disk",)
-
-
-async def test_a_lazy_save_a_save_behind_it_and_a_restore_may_be_gathered(tiers: StoreConfig) -> None:
-    """Promise 5: nobody could confirm the lazy save, for which the one behind it waited, and the restore for that."""
-    jnp = pytest.importorskip("jax.numpy")
-    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
-        for first in range(1, 31, 3):
-            await store.save(first, {"w": full(1)})
-            await asyncio.gather(
-                store.save(first + 1, {"w": full(2)}, capture="lazy"),
-                store.save(first + 2, {"w": jnp.ones(5)}, capture="reference"),
-                store.restore(resume=False),
-            )
-
-
-async def test_a_forked_process_that_waits_for_an_earlier_step_is_told_so(
-    tiers: StoreConfig, held_back: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copy of a lazy save goes on in the parent alone: who waited for it here would wait for ever."""
-    async with CheckpointStore.open(tiers) as store:
-        held_back.set()
-        earlier = await store.save(1, {"w": full(1)})
-        held_back.clear()
-        await store.save(2, {"w": full(2)}, capture="lazy")
-        with monkeypatch.context() as child:
-            child.setattr(EngineThread, "was_forked", True)
-            async with asyncio.timeout(10):
-                with pytest.raises(Closed, match="a forked process has no part"):
-                    await earlier.reached("ram")
-        held_back.set()
-
-
-async def test_a_task_that_waits_for_an_earlier_step_confirms_no_lazy_save_in_ram(
-    tiers: StoreConfig,
-) -> None:
-    """Promise 4: the trainer may be changing the arrays at that moment."""
-    array = full(2)
-    async with CheckpointStore.open(tiers) as store:
-        earlier = await store.save(1, {"w": full(1)})
-        later = await store.save(2, {"w": array}, capture="lazy")
-        await earlier.reached("ram")
-        array += 1
-        with pytest.raises(Invalid, match="'w'"):
-            await later.captured()
-
-
 @pytest.mark.parametrize("early", [False, True])
 async def test_a_close_during_a_lazy_copy_commits_what_did_not_change(
     tiers: StoreConfig, held_back: threading.Event, early: bool
@@ -516,140 +316,6 @@ async def test_digests_find_a_single_byte_that_nothing_else_tells(
             assert await store.all_steps() == (1,)
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("how", ["Adam", "foreach", "fused", "fused SGD"])
-def test_the_step_of_a_torch_optimizer_waits_for_the_copy(
-    how: str, where: str, tiers: StoreConfig, held_back: threading.Event
-) -> None:
-    """Fused steps change parameters without counting that."""
-    torch = pytest.importorskip("torch")
-    if where == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    parameter = torch.nn.Parameter(torch.ones(SIZE, device=where))
-    options: dict[str, Any] = {
-        "foreach": {"foreach": True},
-        "fused": {"fused": True},
-        "fused SGD": {"fused": True},
-    }.get(how, {})
-    optimizer = (torch.optim.SGD if "SGD" in how else torch.optim.Adam)([parameter], lr=0.5, **options)
-    with CheckpointStore.open(tiers).sync() as store:
-        for step in range(1, 4):
-            held_back.clear()
-            before = parameter.detach().clone()
-            checkpoint = store.save(step, {"p": parameter, "o": optimizer.state_dict()["state"]}, capture="lazy")
-            parameter.grad = torch.ones(SIZE, device=where)
-            timer = threading.Timer(0.05, held_back.set)
-            timer.start()
-            optimizer.step()
-            assert held_back.is_set()
-            timer.join()
-            assert not torch.equal(parameter, before)
-            checkpoint.reached("disk")
-            restored = store.restore(as_="torch")
-            assert restored is not None
-            assert torch.equal(restored.tree["p"], before.cpu())
-
-
-def test_a_step_goes_on_whatever_else_is_called_before_it(tiers: StoreConfig) -> None:
-    """torch walks over its hooks while it calls them: none may go meanwhile."""
-    torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(SIZE))
-    parameter.grad = torch.ones(SIZE)
-    optimizer = torch.optim.SGD([parameter], lr=1)
-    register = importlib.import_module("torch.optim.optimizer").register_optimizer_step_pre_hook
-    calls: list[int] = []
-    with CheckpointStore.open(tiers).sync() as store:
-        checkpoint = store.save(1, {"p": parameter}, capture="lazy")
-        another = register(lambda *_: calls.append(1))
-        try:
-            optimizer.step()
-            store.save(2, {"p": parameter}, capture="lazy")
-            optimizer.step()
-        finally:
-            another.remove()
-        assert calls == [1, 1]
-        checkpoint.reached("disk")
-        store.flush()
-        assert store.all_steps() == (1, 2)
-
-
-def test_a_step_while_another_thread_confirms_comes_after_the_copy_and_does_not_fail_it(
-    tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when a warning of preemption, or a task that awaits `reached`, comes beside the training."""
-    torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(SIZE))
-    parameter.grad = torch.ones(SIZE)
-    optimizer = torch.optim.SGD([parameter], lr=1)
-    compares, stepped = threading.Event(), threading.Event()
-    is_unchanged, trainer = lazy._is_unchanged, threading.get_ident()
-
-    def late(*arguments: Any) -> bool:
-        if threading.get_ident() != trainer:
-            compares.set()
-            assert stepped.wait(SOON)
-        return is_unchanged(*arguments)
-
-    monkeypatch.setattr(lazy, "_is_unchanged", late)
-    with CheckpointStore.open(tiers).sync() as store:
-        checkpoint = store.save(1, {"p": parameter}, capture="lazy")
-        beside = threading.Thread(target=checkpoint.captured)
-        beside.start()
-        assert compares.wait(SOON)
-        optimizer.step()
-        stepped.set()
-        beside.join()
-        checkpoint.reached("ram")
-        restored = store.restore(1)
-        assert restored is not None
-        assert (restored.tree["p"] == 1).all()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch compiles with
-def test_a_compiled_step_waits_for_the_copy(tiers: StoreConfig, held_back: threading.Event) -> None:
-    torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(SIZE))
-    parameter.grad = torch.ones(SIZE)
-    optimizer = torch.optim.SGD([parameter], lr=1)
-
-    @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
-    def step() -> None:
-        optimizer.step()
-
-    step()
-    with CheckpointStore.open(tiers).sync() as store:
-        for number in range(1, 4):
-            held_back.clear()
-            before = parameter.detach().clone()
-            checkpoint = store.save(number, {"p": parameter}, capture="lazy")
-            timer = threading.Timer(0.05, held_back.set)
-            timer.start()
-            step()
-            assert held_back.is_set()
-            timer.join()
-            checkpoint.reached("ram")
-            step()
-            restored = store.restore(number, as_="torch")
-            assert restored is not None
-            assert torch.equal(restored.tree["p"], before)
-
-
-def test_a_step_after_a_failed_lazy_save_does_not_raise(tiers: StoreConfig, held_back: threading.Event) -> None:
-    torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(SIZE))
-    optimizer = torch.optim.SGD([parameter], lr=0.5)
-    with CheckpointStore.open(tiers).sync() as store:
-        checkpoint = store.save(1, {"p": parameter}, capture="lazy")
-        with torch.no_grad():
-            parameter.add_(1)
-        held_back.set()
-        parameter.grad = torch.ones(SIZE)
-        optimizer.step()
-        with pytest.raises(Invalid, match="'p'"):
-            checkpoint.reached("ram")
-        assert store.all_steps() == ()
-
-
 async def test_a_parameter_that_is_given_other_memory_is_saved_as_it_was(
     tiers: StoreConfig, held_back: threading.Event
 ) -> None:
@@ -680,31 +346,6 @@ async def test_an_array_that_is_not_contiguous_is_compared_at_both_ends_too(
             held_back.set()
             with pytest.raises(Invalid, match="'w'"):
                 await checkpoint.captured()
-
-
-def test_the_step_of_a_torch_optimizer_waits_for_the_copy_also_while_the_store_is_closed(
-    tiers: StoreConfig, held_back: threading.Event
-) -> None:
-    torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(SIZE))
-    parameter.grad = torch.ones(SIZE)
-    optimizer = torch.optim.SGD([parameter], lr=1, fused=True)
-    store = CheckpointStore.open(tiers).sync().__enter__()
-    store.save(1, {"w": parameter}, capture="lazy")
-    closing = threading.Thread(target=store.close)
-    closing.start()
-    while not store._life.loop.thread.closing:
-        time.sleep(0.001)
-    timer = threading.Timer(0.05, held_back.set)
-    timer.start()
-    optimizer.step()
-    assert held_back.is_set()
-    timer.join()
-    closing.join()
-    with CheckpointStore.open(tiers).sync() as store:
-        restored = store.restore(1)
-        assert restored is not None
-        assert (restored.tree["w"] == 1).all()
 
 
 async def test_a_store_that_nobody_refers_to_is_closed_with_the_lazy_save_that_is_pending(tiers: StoreConfig) -> None:
