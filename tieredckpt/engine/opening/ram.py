@@ -120,7 +120,7 @@ async def open_ram(state: State, *, sharers: int) -> RamStore:
     store = await in_thread(partial(RamStore.open, folder, capacity, sharers=sharers))
     try:
         await in_thread(keep_earlier_versions_out, top.parent, None if tier.path else state.config.identity, top.name)
-    except OSError as error:
+    except Exception as error:  # the store would be lost, and its lock with it
         _log.warning("a version before this one would not be refused the RAM at %s: %s", top, error)
     return store
 

@@ -14,6 +14,7 @@ from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.wrap.forward import Forward
 from tieredckpt.config import TierConfig
 from tieredckpt.config.tiers import PosixTier
+from tieredckpt.engine.opening import ram as opening_ram
 from tieredckpt.engine.opening.connect import move_to_earlier_place, reopen
 from tieredckpt.testing.tiers import Opening, tiers_opened_by
 
@@ -80,3 +81,15 @@ async def test_a_tier_that_moves_to_its_earlier_place_leaves_nothing_open(
             with pytest.raises(MemoryError):
                 await store._life.loop.call(move)
     assert [each.closed for each in opened] == [True, True]
+
+
+async def test_ram_is_used_though_an_error_that_nobody_expected_keeps_no_earlier_version_out(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*what: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(opening_ram, "keep_earlier_versions_out", broken)
+    for step in (1, 2):  # its lock was held till the end of the process
+        async with CheckpointStore.open(config({"ram": ram(shared_memory, on_close="keep")}, name="run")) as store:
+            await store.save(step, tree(step))
