@@ -111,7 +111,7 @@ class RamStore:
         Raises:
             NotFound: there is no such folder, or its slab went with its process.
             Conflict: it belongs to another user.
-            TierUnavailable: no file can be opened now.
+            TierUnavailable: no file can be opened now, or this process may not map the slab.
         """
         try:
             check_owner(folder)
@@ -128,7 +128,13 @@ class RamStore:
         if found.st_size < note.capacity or note.memfd not in (None, found.st_ino):
             os.close(fd)
             raise NotFound(f"the RAM tier at {folder} has lost its slab: it ended with its process")
-        slab = Slab(fd, note.capacity, writable=False)
+        try:
+            slab = Slab(fd, note.capacity, writable=False)
+        except OSError as error:
+            raise TierUnavailable(
+                f"the RAM tier at {folder}: a slab of {format_size(note.capacity)} cannot be mapped: {error.strerror}; "
+                "raise the limit on addresses (`ulimit -v`)"
+            ) from error
         try:
             return cls(folder, _files(folder, tries=False), slab, note.slab, -1, _notice(folder, note))
         except OSError as error:

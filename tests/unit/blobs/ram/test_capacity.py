@@ -184,6 +184,29 @@ def test_an_automatic_slab_leaves_addresses_to_a_process_whose_space_is_limited(
     assert 256 * MIB < int(done.stdout) < 1024 * MIB
 
 
+READER = """
+    import pathlib, resource, sys
+    from tieredckpt.blobs.ram.store import RamStore
+    from tieredckpt.errors import TierUnavailable
+
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+    try:
+        RamStore.attach(pathlib.Path(sys.argv[1]))
+    except TierUnavailable as error:
+        print(error)
+"""
+
+
+async def test_a_reader_without_addresses_for_a_slab_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an error of this library, or it could read no other tier either."""
+    monkeypatch.setattr(ram_store, "memory_limit", lambda: (4 << 30, "the test"))
+    async with opened(folder, None):
+        done = await asyncio.to_thread(run, READER, folder)
+    assert done.returncode == 0, done.stderr
+    assert "a slab of 1 GiB cannot be mapped: Cannot allocate memory; raise the limit on addresses" in done.stdout
+
+
 async def test_other_slabs_take_none_of_a_process_s_addresses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ram_store, "memory_limit", lambda: (32 * MIB, "the test"))
     monkeypatch.setattr(ram_store, "addresses_left", lambda: 16 * MIB)
