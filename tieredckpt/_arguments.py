@@ -47,7 +47,8 @@ def as_number(name: str, value: Any) -> float:
     try:
         if isinstance(value, str | bytes | bytearray) or (type(value).__module__ == "numpy" and value.ndim):
             raise TypeError("neither text nor an array of NumPy is a number")
-        return float(value)
+        detach = getattr(value, "detach", None)  # else PyTorch warns of a loss that has a gradient
+        return float(value if detach is None else detach())
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(value).__name__
         raise Invalid(f"the metric {name!r} is a {kind}, which is no number; give a number, or leave it out") from error

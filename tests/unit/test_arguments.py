@@ -112,6 +112,15 @@ def test_a_loss_is_given_as_the_framework_has_it(store: SyncStore, framework: st
         store.save(2, TREE, metrics={"loss": numbers.ones((3,))})
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_has_a_gradient_is_given_without_a_warning(store: SyncStore) -> None:
+    loss = pytest.importorskip("torch").ones((), requires_grad=True) * 3
+    for capture in ("copy", "lazy"):
+        store.save(1, TREE, metrics={"loss": loss}, capture=capture, overwrite=True)
+        store.flush()
+    assert store.steps()[0].metrics == {"loss": 3.0}
+
+
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, np.array, int], ids=lambda kind: kind.__name__)
 def test_any_integer_is_a_step(store: SyncStore, kind: Callable[[int], Any]) -> None:
     step = kind(7)

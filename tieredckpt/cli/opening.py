@@ -31,6 +31,7 @@ __all__ = [
     "Step",
     "StorePath",
     "creating",
+    "existing",
     "is_there",
     "newest_arrays",
     "newest_step",
@@ -55,14 +56,14 @@ Device = Annotated[Path, typer.Option(help="Where to write: on the device that m
 @contextmanager
 def reading(source: str) -> Iterator[SyncStore]:
     """Open the store read-only; a trainer may write to it meanwhile. Raises `NotFound` if there is none."""
-    with _opened(_existing(source), read_only=True) as store:
+    with _opened(existing(source), read_only=True) as store:
         yield store
 
 
 @contextmanager
 def writing(source: str) -> Iterator[SyncStore]:
     """Open the store to change it. Raises `NotFound` if there is none, `Conflict` while a trainer writes to it."""
-    with _opened(_as_found(_existing(source)), read_only=False) as store:
+    with _opened(_as_found(existing(source)), read_only=False) as store:
         yield store
 
 
@@ -121,7 +122,8 @@ def _is_there(config: StoreConfig) -> bool:
     return any(_holds_a_store(tier) for tier in config.tiers) or bool(_ram_of(config))
 
 
-def _existing(source: str) -> StoreConfig:
+def existing(source: str) -> StoreConfig:
+    """The configuration of a store that may be there. Raises `NotFound` if there is certainly none."""
     config = load(source)
     if not _is_there(config):
         roots = [ram_root(config.ram.path)] if config.ram is not None else []

@@ -14,7 +14,7 @@ from tieredckpt.blobs.ram.find import FoundRam, by_store, find_ram
 from tieredckpt.blobs.ram.folder import locked, ram_root, remove
 from tieredckpt.cli.aside import run_aside
 from tieredckpt.cli.console import output, print_json, print_table, printable, waiting, when
-from tieredckpt.cli.opening import Json, StorePath
+from tieredckpt.cli.opening import Json, StorePath, existing
 from tieredckpt.config import StoreConfig, load
 from tieredckpt.engine.agent.process import lives
 from tieredckpt.engine.opening.change_identity import adopt as adopt_ram
@@ -132,7 +132,7 @@ def adopt(store: StorePath, ram: RamStoreOption = None, root: Root = None, as_js
 def fork(store: StorePath, root: Root = None, as_json: Json = False) -> None:
     """Give the copy of a store an identity of its own, so that both can go on."""
     with waiting("forking"):
-        old, new = asyncio.run(fork_store(_with_root(load(store), root)))
+        old, new = asyncio.run(fork_store(_with_root(existing(store), root)))
     if as_json:
         print_json({"store": new, "forked_from": old})
     else:

@@ -22,7 +22,8 @@ def promote(store: StorePath, step: ThisStep, tier: ThisTier, as_json: Json = Fa
     """Copy a step to a tier, whatever the policy says."""
     with writing(store) as opened, waiting(f"promoting step {step} to {tier}"):
         written = opened.promote(step, tier)
-        stayed = tier in opened.where(step)
+        found = opened.describe(step).info
+        stayed = tier in (*found.tiers, *found.lossy)
     if not stayed:
         raise Conflict(
             f"step {step} was copied to tier {tier!r} and left it at once: its `retain` does not want the step"

@@ -209,12 +209,12 @@ def _source(
     state: State, number: int | None, serial: int | None, lossy: str | None
 ) -> AbstractAsyncContextManager[StepSource]:
     """See `Inventory.describe`. Raises as `State.find`."""
-    derived = [each for each in find_derived(state, number, lossy) if serial in (None, each[0].serial)]
+    derived = find_derived(state, number, lossy, serial=serial)
     if lossy is None:
         try:
             return StepSource.open(state, state.find(number, serial))
         except NotFound:
-            if number is None or not derived:
+            if number is serial is None or not derived:
                 raise
     return open_derived(derived)
 
@@ -231,6 +231,8 @@ async def _derivations(state: State, step: StepId) -> dict[str, Derivation]:
 
 
 def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
+    line = state.branch.line
+    last_serial = line[-1][1] if line else 0
     return StepInfo(
         step=step.step,
         serial=step.serial,
@@ -240,7 +242,8 @@ def _info(state: State, step: StepId, record: StepRecord) -> StepInfo:
         tiers=tuple(tier.name for tier in state.tiers if step in tier.steps.held),
         damaged=tuple(tier.name for tier in state.every_tier if step in tier.steps.damaged.not_stale()),
         restored_from=record.restored_from,
-        off_branch=not state.on_line(step.serial) and step in state.records(),
+        # A lossy copy may be of a later save than any that this machine finds as it was saved: that is no fork yet.
+        off_branch=not state.on_line(step.serial) and (step in state.records() or step.serial < last_serial),
         ranks=record.ranks,
         lossy=tuple(tier.name for tier in state.derived if step in tier.steps.held),
     )

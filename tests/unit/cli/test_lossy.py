@@ -123,3 +123,16 @@ def test_what_an_export_did_not_write_well_is_not_written_from_another_copy(
     assert result.exit_code == 1
     assert "did not come back" in result.stderr
     assert len(written) == 1
+
+
+def test_a_lossy_copy_is_promoted_by_hand(kept: Path) -> None:
+    assert told("promote", kept, 2, "archive")["tier"] == "archive"
+
+
+def test_each_save_of_a_step_that_only_a_lossy_tier_has_is_shown(kept: Path) -> None:
+    with CheckpointStore.open(kept).sync() as store:
+        store.save(2, tree(3), overwrite=True)
+    shown = told("show", kept, 2, "--serial", 2)
+    assert (shown["serial"], shown["tiers"], shown["lossy"]) == (2, [], ["archive"])
+    assert told("show", kept, "--serial", 1)["step"] == 1
+    assert run("show", kept, 2, "--serial", 1).exit_code == 1

@@ -147,6 +147,12 @@ def test_a_fork_that_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: py
     assert killed(disk, 5) == forked["store"]
 
 
+def test_a_fork_of_a_folder_that_is_not_there_makes_none(tmp_path: Path) -> None:
+    refused = run("fork", tmp_path / "mistyped")
+    assert (refused.exit_code, refused.stderr.split(":")[0]) == (1, "NotFound")
+    assert not (tmp_path / "mistyped").exists()
+
+
 def test_ram_that_is_in_use_is_not_forgotten(tmp_path: Path, root: Path) -> None:
     uuid = killed(tmp_path / "one", 1)
     with CheckpointStore.open(settings(tmp_path / "one")).sync() as store:

@@ -265,6 +265,36 @@ async def test_what_goes_back_to_a_lossy_copy_says_so_also_when_the_newest_step_
         assert "serial 1" in (await store.describe(4)).provenance["restored_lossy"]
 
 
+async def test_a_lossy_copy_is_off_the_branch_once_a_save_has_forked(tmp_path: Path, shared_memory: Path) -> None:
+    """One machine is lost; of its last save a lossy copy is left, and another machine goes on from the save before."""
+
+    def on(machine: str) -> StoreConfig:
+        tiers = {
+            "ram": ram(shared_memory / machine),
+            "disk": folder(tmp_path / machine),
+            "far": folder(tmp_path / "far", promote={"kind": "every_n_steps", "n": 2}),
+            "archive": folder(tmp_path / "archive", lossy=SEVEN_BITS, codec="small"),
+        }
+        return config(tiers)
+
+    async with CheckpointStore.open(on("one")) as store:
+        for step in (2, 3):
+            await store.save(step, tree(step))
+            await store.flush()
+    async with CheckpointStore.open(on("other")) as store:
+        assert (await store.restore()).step == 2
+        assert [(info.step, info.tiers, info.off_branch) for info in await store.steps()] == [
+            (2, ("far",), False),
+            (3, (), False),
+        ]
+        await store.save(3, tree(4))
+        assert [(info.step, info.serial, info.off_branch) for info in await store.steps()] == [
+            (2, 1, False),
+            (3, 2, True),
+            (3, 3, False),
+        ]
+
+
 async def test_rounding_what_was_restored_changes_nothing_more(tmp_path: Path, shared_memory: Path) -> None:
     settings_ = lossy_config(tmp_path, shared_memory)
     async with CheckpointStore.open(settings_) as store:

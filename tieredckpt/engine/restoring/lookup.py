@@ -60,17 +60,19 @@ async def copies(state: State, step: int | None, tier: str | None = None) -> lis
     return [(each, None, derivation) for each, derivation in derived]
 
 
-def find_derived(state: State, step: int | StepId | None, tier: str | None = None) -> list[tuple[StepId, State]]:
+def find_derived(
+    state: State, step: int | StepId | None, tier: str | None = None, *, serial: int | None = None
+) -> list[tuple[StepId, State]]:
     """The lossy copies of that step, or of the newest, each with the derivation that has it, nearest tier first.
 
     A number that was saved on several branches means that of the branch, else the newest. ``tier`` is the only one to
-    ask.
+    ask, ``serial`` which of several saves.
     """
     found = [
         (held, each)
         for each in state.derivations
         for held in each.target.steps.held
-        if step in (None, held, held.step) and tier in (None, each.target.name)
+        if step in (None, held, held.step) and serial in (None, held.serial) and tier in (None, each.target.name)
     ]
     order = ((step is not None and state.on_line(held.serial), held) for held, _ in found)
     chosen = max(order, default=(False, None))[1]
