@@ -491,6 +491,8 @@ async def test_an_agent_derives_and_its_trainer_knows(tmp_path: Path, shared_mem
         restored = await store.restore(1, lossy=True, resume=False)
         assert restored is not None
         assert restored.lossy
+        (found,) = await store.verify(1)
+        assert (found.tier, found.intact) == ("archive", True)
 
 
 async def test_several_ranks_derive_from_what_all_see(

@@ -15,6 +15,7 @@ from tieredckpt.engine.keeping.safety import check_unread
 from tieredckpt.engine.mode.alone import Alone, Changed
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
 from tieredckpt.engine.repairing.verify import Verified
+from tieredckpt.engine.restoring.lookup import find_derived
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.state import State
@@ -117,7 +118,13 @@ class AgentAdmin(Admin):
         """See `Admin.verify`."""
         derived = {each.target.name: each for each in self._state.derivations}
         state = derived.get(name or "", self._state)
-        step = state.find(number, serial, damaged=number is not None)
+        try:
+            step = state.find(number, serial, damaged=number is not None)
+        except NotFound:
+            copies = find_derived(state, number, serial=serial) if name is None else []
+            if not copies:
+                raise
+            step = copies[0][0]
         tiers = self._state.every_tier if name is None else (self._state.any_tier(name),)
         holding = [tier.name for tier in tiers if step in tier.steps.held or step in tier.steps.damaged]
         if not holding:
