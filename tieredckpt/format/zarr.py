@@ -49,13 +49,18 @@ _TIME = re.compile(r"(?:datetime|timedelta)64\[(?:[1-9][0-9]{0,9})?(?:[YMWDhms]|
 _MAX_METADATA = 1 << 16
 
 
-@lru_cache(maxsize=1024)
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """The name under which a dtype is stored; `dtype_from_name` is its inverse.
 
     Raises:
         Invalid: a dtype that zarr cannot hold: object, strings, structured, long double, and the like.
     """
+    return _name(dtype, dtype.str if dtype.kind in "mM" else "")
+
+
+@lru_cache(maxsize=1024)
+def _name(dtype: np.dtype[Any], _text: str) -> str:
+    """`dtype_name`; the text keeps times of different units apart, since M8[1000ms] equals M8[s]."""
     name = zarr_type(dtype)
     if dtype.kind in "mM":
         name = dtype.newbyteorder("<").name

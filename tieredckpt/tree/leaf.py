@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -27,8 +26,6 @@ __all__ = [
     "nothing",
     "storage_key",
 ]
-
-_name_of = lru_cache(maxsize=256)(dtype_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ def storage_key(key: str, shape: Sequence[int], box: Box) -> str:
 def checked_dtype(key: str, dtype: np.dtype[Any], rank: int) -> np.dtype[Any]:
     """``dtype`` itself if its arrays of ``rank`` dimensions can be stored, else `Invalid`, naming ``key``."""
     try:
-        _name_of(dtype)
+        dtype_name(dtype)
     except Invalid as error:
         raise Invalid(f"leaf {key!r}: an array of dtype {dtype} cannot be stored: {error}") from error
     if rank > MAX_RANK:
@@ -124,7 +121,7 @@ def checked_dtype(key: str, dtype: np.dtype[Any], rank: int) -> np.dtype[Any]:
 def array_node(leaf: ArrayLeaf) -> ArrayNode:
     """The array of ``leaf`` as the structure of a tree names it."""
     shape = leaf.shape if leaf.place is None else leaf.place.shape
-    return ArrayNode(leaf.array, _name_of(leaf.dtype), shape, leaf.kind, leaf.prng)
+    return ArrayNode(leaf.array, dtype_name(leaf.dtype), shape, leaf.kind, leaf.prng)
 
 
 def array_spec(node: ArrayNode) -> ArraySpec:

@@ -38,6 +38,12 @@ def test_the_same_type_under_several_numpy_codes_has_one_name() -> None:
     assert dtype_from_name("datetime64[ns]") == np.dtype("<M8[ns]")
 
 
+def test_times_of_one_length_in_another_unit_keep_their_own_names() -> None:
+    names = ["timedelta64[1000us]", "timedelta64[ms]", "datetime64[1000ms]", "datetime64[s]"]
+    assert [dtype_name(np.dtype(name)) for name in names] == names
+    assert [str(dtype_from_name(name)) for name in names] == names
+
+
 @pytest.mark.parametrize(
     "name",
     [
