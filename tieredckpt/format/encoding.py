@@ -120,9 +120,9 @@ class Encoding:
 
     def decode_inline(self, stored: bytes, nbytes: int, where: str) -> bytes:
         """The chunk of ``nbytes`` that the index at ``where`` holds as ``stored``, not verified. Raises `Corrupt`."""
-        if len(stored) > nbytes + self.overhead or (self.raw and len(stored) != nbytes + self.overhead):
-            raise Corrupt(f"{where}: a chunk of {nbytes} bytes is stored with {len(stored)}")
         if self.raw:
+            if len(stored) != nbytes + self.overhead:
+                raise Corrupt(f"{where}: a chunk of {nbytes} bytes is stored with {len(stored)}")
             return stored[:nbytes]
         chunk = np.empty(nbytes, np.uint8)
         try:
@@ -132,10 +132,10 @@ class Encoding:
         return chunk.tobytes()
 
 
-def stored_header(nbytes: int, itemsize: int) -> bytes:
-    """The header of a frame that stores a chunk of ``nbytes`` uncompressed."""
+def stored_header(nbytes: int, typesize: int) -> bytes:
+    """The header of a frame that stores a chunk of ``nbytes`` uncompressed, of items of 1, 2, 4 or 8 bytes."""
     flags = _IS_STORED | _COMPRESSORS[-1] << 5
-    return _HEADER.pack(*_VERSIONS, flags, min(itemsize, max(_TYPESIZES)), nbytes, nbytes, nbytes + FRAME_HEADER)
+    return _HEADER.pack(*_VERSIONS, flags, typesize, nbytes, nbytes, nbytes + FRAME_HEADER)
 
 
 def check_frame(frame: Bytes, nbytes: int) -> bool:

@@ -202,9 +202,12 @@ def test_a_frame_that_was_tampered_with_gives_other_bytes_or_is_refused(
         (4, b"\x00\x00\x00\x01", "no frame of Blosc 1"),
         (8, bytes(4), "no frame of Blosc 1"),
         (8, b"\x01\x00\x00\x00", "nothing here has written"),
+        (8, b"\x04\x00\x00\x00", "nothing here has written"),
+        (8, (_NBYTES - 1).to_bytes(4, "little"), "nothing here has written"),
         (12, b"\xff\xff\xff\x7f", "no frame of Blosc 1"),
         (16, b"\xff\xff\xff\x7f", "blocks outside"),
         (16, b"\x00\x00\x00\x00", "blocks outside"),
+        (16, (_FRAME.size - 3).to_bytes(4, "little"), "blocks outside"),
     ],
 )
 def test_a_header_is_checked_before_any_decoder_sees_the_frame(
@@ -217,3 +220,13 @@ def test_a_header_is_checked_before_any_decoder_sees_the_frame(
         BLOSC.decode(forged, _NBYTES, np.zeros(_NBYTES, np.uint8))
     with pytest.raises(Corrupt, match="in a frame of"):
         BLOSC.decode(_FRAME[: FRAME_HEADER - 1], _NBYTES, np.zeros(_NBYTES, np.uint8))
+
+
+@pytest.mark.parametrize("length", [_NBYTES, _NBYTES + 8])
+def test_a_compressed_frame_no_shorter_than_its_chunk_is_refused(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(codecs, "library", lambda: pytest.fail("a decoder was given it"))
+    forged = np.zeros(length, np.uint8)
+    forged[: _FRAME.size] = _FRAME
+    forged[12:FRAME_HEADER] = np.frombuffer(length.to_bytes(4, "little"), np.uint8)
+    with pytest.raises(Corrupt, match="nothing here has written"):
+        BLOSC.decode(forged, _NBYTES, np.zeros(_NBYTES, np.uint8))

@@ -12,7 +12,7 @@ from tieredckpt.errors import Corrupt
 from tieredckpt.format import encoding
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
-from tieredckpt.format.encoding import CRC32C, PLAIN, Bytes, Encoded, Encoding
+from tieredckpt.format.encoding import CRC32C, FRAME_HEADER, PLAIN, Bytes, Encoded, Encoding
 from tieredckpt.format.layout import ALIGNMENT
 
 SIZES = st.integers(1, 3 * ALIGNMENT + 9) | st.sampled_from(
@@ -65,7 +65,25 @@ def test_only_the_stated_length_fits(nbytes: int, by: int) -> None:
     assert most.dtype == np.uint64
 
 
-@given(using=ANY, chunk=st.binary(min_size=1, max_size=300), cut=st.integers(-3, 3))
+@given(nbytes=SIZES, long=st.booleans(), by=st.integers(-25, 45))
+def test_below_ram_the_length_tells_how_a_chunk_is_stored(nbytes: int, long: bool, by: int) -> None:
+    length = nbytes * long + by
+    raw = length == nbytes + 4
+    assert CRC32C.fits(length, nbytes) is raw
+    assert BLOSC.fits(length, nbytes) is (not raw and FRAME_HEADER < length - 4 <= nbytes + FRAME_HEADER)
+
+
+@given(nbytes=SIZES)
+def test_raw_chunks_need_memory_for_their_last_page_alone_and_none_if_it_may_be_written(nbytes: int) -> None:
+    assert PLAIN.room(nbytes, behind=False) == PLAIN.room(nbytes, behind=True) == CRC32C.room(nbytes, behind=True) == 0
+    assert CRC32C.room(nbytes, behind=False) in (ALIGNMENT, 2 * ALIGNMENT)
+
+
+@given(
+    using=ANY,
+    chunk=st.binary(min_size=1, max_size=300) | st.integers(1, ALIGNMENT).map(bytes),
+    cut=st.integers(-3, 3),
+)
 def test_an_inline_chunk_comes_back_and_no_other_length_is_taken(using: Encoding, chunk: bytes, cut: int) -> None:
     stored = using.encode_inline(chunk, 1)
     assert using.decode_inline(stored, len(chunk), "index") == chunk
