@@ -79,7 +79,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
     if _TIME.fullmatch(base):
         try:
             dtype = np.dtype(base).newbyteorder("<")
-        except (TypeError, ValueError, OverflowError):
+        except TypeError:  # more than 2**31 - 1 units
             dtype = None
     if dtype is not None and base != name:
         dtype = dtype.newbyteorder(">")

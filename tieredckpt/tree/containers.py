@@ -105,8 +105,6 @@ def make_container(path: str, node: ContainerNode, opened: Opened, children: Seq
     """The container ``opened`` again with restored children; raises `Invalid` where it refuses them."""
     try:
         return opened.make(children)
-    except TieredCkptError:
-        raise
     except Exception as error:
         kind = f"{node_name(node)} of {len(children)}"
         raise Invalid(f"{show_key(path)}: the {kind} of `like` refused its restored children: {error}") from error

@@ -223,6 +223,19 @@ def test_two_children_of_one_key_are_refused_by_name() -> None:
         optree.unregister_pytree_node(Twice, namespace=NAMESPACE)
 
 
+def test_whatever_a_registered_container_names_its_children_they_have_keys() -> None:
+    class Odd:
+        pass
+
+    register = optree.register_pytree_node
+    register(Odd, lambda _: ((1, 2, 3, 4), None, (True, 1.5, 7, "a")), lambda _, parts: parts, namespace=NAMESPACE)
+    try:
+        structure = flatten({"odd": Odd()}).structure
+        assert unflatten(structure, {}) == {"odd": {"True": 1, "1.5": 2, 7: 3, "a": 4}}
+    finally:
+        optree.unregister_pytree_node(Odd, namespace=NAMESPACE)
+
+
 def test_a_key_beyond_the_limit_is_refused() -> None:
     assert flatten({"ü" * 2048: np.zeros(1)}).arrays
     with pytest.raises(Invalid, match="4096 bytes"):

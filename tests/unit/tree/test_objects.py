@@ -148,6 +148,16 @@ def test_objects_take_their_values_from_the_step_and_their_classes_from_like() -
     assert got == {"e": Colour.BLUE, "p": Path("mine"), "s": {Level.HIGH}, "d": {Colour.RED: 5}}
 
 
+def test_typed_containers_take_their_children_from_the_step_and_leave_like_as_it_is() -> None:
+    def tree(value: int) -> list[Any]:
+        namespaces = argparse.Namespace(rate=value), types.SimpleNamespace(rate=value)
+        return [*namespaces, deque([value], maxlen=3), Counter(a=value), {1: value, "1": value}]
+
+    like = tree(0)
+    assert by(like, tree(5)) == tree(5)
+    assert like == tree(0)
+
+
 @pytest.mark.parametrize("clash", [{Colour.RED: "a", 1: "b"}, {Colour.RED, 1}], ids=["dict", "set"])
 def test_members_that_would_be_equal_without_their_class_are_lost_by_nobody(clash: Any) -> None:
     with pytest.raises(Invalid, match=r"'x'.*`like`"):
