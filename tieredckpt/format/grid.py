@@ -76,8 +76,6 @@ class Grid:
     @property
     def contiguous(self) -> bool:
         """Whether every cell is one range of the row-major array, and its padding the end of its chunk."""
-        if self.cell == self.shape:
-            return True
         inner = _cut_axis(self) + 1
         return self.cell[inner:] == self.shape[inner:]
 

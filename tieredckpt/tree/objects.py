@@ -108,7 +108,7 @@ def from_plain(key: str, plain: object, classes: Sequence[type[Enum]] = (), dept
         except (msgspec.ValidationError, RecursionError) as error:
             raise Corrupt(f"leaf {key!r} is malformed: {error}") from error
         return _made(key, node, classes, depth=depth - 1) if isinstance(node, ObjectNode) else scalar_value(node)
-    if (isinstance(plain, int) and abs(plain) > MAX_JSON_INT) or (isinstance(plain, float) and not np.isfinite(plain)):
+    if isinstance(plain, int) and abs(plain) > MAX_JSON_INT:
         raise Corrupt(f"leaf {key!r} is malformed: a number that is no JSON of ours")
     return plain
 
@@ -130,8 +130,6 @@ def enums_in(value: object) -> tuple[type[Enum], ...]:
 def _parts(key: str, codec: Codec, value: object, depth: int) -> Plain:
     try:
         parts = codec.parts(value)
-    except Invalid:
-        raise
     except (ValueError, TypeError) as error:
         raise Invalid(f"leaf {key!r}: a {type(value).__name__} cannot be stored: {error}") from error
     plain = to_plain(key, parts, depth)

@@ -54,6 +54,15 @@ def test_a_cell_holds_what_zarr_expects_at_its_index(shape: tuple[int, ...], ite
         assert not padded.reshape(-1)[count:].any()
 
 
+@given(axes=st.lists(st.integers(1, 5).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))), max_size=4))
+def test_a_grid_is_contiguous_if_each_of_its_cells_is_one_range(axes: list[tuple[int, int]]) -> None:
+    grid = Grid(tuple(full for full, _ in axes), tuple(part for _, part in axes), 1)
+    numbers = np.arange(prod(grid.shape)).reshape(grid.shape)
+    of_each = [numbers[cell_box(grid, cell.index).slices()].reshape(-1) for cell in cells(grid)]
+    assert grid.contiguous is all(bool((np.diff(found) == 1).all()) for found in of_each)
+    assert Grid((), (), 1).contiguous
+
+
 @given(shape=shapes, itemsize=itemsizes, target=targets)
 def test_cells_keep_to_the_target_and_padding_is_less_than_a_row_per_cell(
     shape: tuple[int, ...], itemsize: int, target: int
@@ -137,7 +146,7 @@ def test_cell_keys_are_the_default_chunk_keys_of_zarr() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "itemsize", "target"),
-    [((-1,), 4, 10), ((2,), 0, 10), ((2,), 4, 0), ((1,) * (MAX_RANK + 1), 1, 1), ((1 << 60,), 8, 10)],
+    [((-1,), 4, 10), ((3, -1), 4, 10), ((2,), 0, 10), ((2,), 4, 0), ((1,) * (MAX_RANK + 1), 1, 1), ((1 << 60,), 8, 10)],
 )
 def test_impossible_arrays_are_refused(shape: tuple[int, ...], itemsize: int, target: int) -> None:
     with pytest.raises(Invalid, match="no grid"):

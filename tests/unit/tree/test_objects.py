@@ -69,6 +69,7 @@ def test_the_json_of_objects_is_fixed() -> None:
         "enum": Colour.BLUE,
         "path": Path("/data/größe"),
         "set": {3, "b", (1, None)},
+        "slice": slice(True, -(2**53), 2**53 + 1),
         "queue": deque([1], maxlen=4),
         "options": argparse.Namespace(rate=0.5),
         "odd": {1: True, "1": False, (0, "x"): None, 1.5: 1, b"x": 2, "=": 3},
@@ -78,6 +79,7 @@ def test_the_json_of_objects_is_fixed() -> None:
         "enum": ["enum", ["BLUE", [0.0, 0.5, {"type": "bytes", "value": "eA=="}]]],
         "path": ["path", "/data/größe"],
         "set": ["set", ["b", 3, [1, None]]],
+        "slice": ["slice", [True, -(2**53), {"type": "int", "value": "0x20000000000001"}]],
         "queue": ["deque", 4],
         "options": ["namespace", None],
         "odd": ["map", None],
@@ -195,15 +197,16 @@ def test_an_object_that_cannot_be_stored_is_refused_by_key(value: object, why: s
     assert why in str(refused.value)
 
 
-def test_tuples_in_objects_nest_as_deep_as_they_are_read() -> None:
+@pytest.mark.parametrize(("around", "least"), [(lambda value: (value,), 20), (lambda value: frozenset({value}), 10)])
+def test_tuples_and_objects_in_objects_nest_as_deep_as_they_are_read(around: Any, least: int) -> None:
     def nested(depth: int) -> object:
         value: object = float("nan")
         for _ in range(depth):
-            value = (value,)
+            value = around(value)
         return value
 
     deepest = next(depth for depth in range(100) if not _storable({nested(depth + 1)}))
-    assert deepest > 20
+    assert deepest > least
     assert bits_of(again({nested(deepest)})) == bits_of({nested(deepest)})
     assert bits_of(again({nested(deepest): 1})) == bits_of({nested(deepest): 1})
 
@@ -253,6 +256,8 @@ def _storable(tree: object) -> bool:
         TypedNode(["=["], [IntNode(1)], "map"),
         TypedNode(["=" + "[" * 2000 + "]" * 2000], [IntNode(1)], "map"),
         TypedNode(["={}"], [IntNode(1)], "map"),
+        TypedNode(["=9007199254740993"], [IntNode(1)], "map"),
+        TypedNode(["=" + "[" * 40 + "]" * 40], [IntNode(1)], "map"),
         TypedNode(['={"type":"object","of":"set","value":[]}'], [IntNode(1)], "map"),
     ],
 )

@@ -162,7 +162,7 @@ def test_what_pieces_leave_out_is_found_before_anything_is_written(blocking: Syn
     steps = blocking.steps()
     for boxes in (cut_at(whole.shape, [[2, 4], []])[:2], [Box((6, 0), (0, 4))]):
         with pytest.raises(Invalid, match=r"'w'.*not all of an array of shape \[6, 4\]"):
-            blocking.save(200_000, {"w": sharded(whole, boxes)})
+            blocking.save(200_000, {"w": sharded(whole, boxes), "whole": whole})
     assert blocking.steps() == steps
 
 
