@@ -69,7 +69,7 @@ def split(flat: Flat, patterns: Sequence[str], *, rank: int, nodes: Sequence[str
     chosen = {key for _, keys in choose(patterns, plain) for key in keys}
     for i, leaf in enumerate(flat.arrays):
         ranks = leaf.place.replicas if leaf.place is not None else everyone if leaf.key in chosen else ()
-        if len(ranks) > 1 and rank in ranks and ranks[-1] < len(nodes) and leaf.box.size:
+        if len(ranks) > 1 and rank in ranks and ranks[-1] < len(nodes):
             line_of[i] = ranks
     for ranks in dict.fromkeys(line_of.values()):
         members = [i for i, of in line_of.items() if of == ranks]
@@ -151,8 +151,6 @@ def _cells(grid: Grid, begin: int, total: int, shares: int, share: int) -> range
 
 def _parts(leaf: ArrayLeaf, grid: Grid, cells: range) -> Iterator[ArrayLeaf]:
     """The pieces of a leaf that consist of these cells."""
-    if not cells:
-        return
     if len(cells) == grid.size:
         place = leaf.place
         if place is not None:
@@ -183,9 +181,6 @@ def _within(part: tuple[slice, ...] | None, box: Box) -> tuple[slice, ...]:
 def _boxes(counts: tuple[int, ...], first: int, stop: int) -> Iterator[Box]:
     """The fewest boxes of indices that the row-major numbers from ``first`` to before ``stop`` make up."""
     if first >= stop:
-        return
-    if not counts:
-        yield Box((), ())
         return
     plane = prod(counts[1:])
     low, high = -(-first // plane), stop // plane

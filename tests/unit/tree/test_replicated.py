@@ -59,6 +59,7 @@ def stored(flat: Flat) -> dict[str, list[Any]]:
 @settings(max_examples=60)
 @given(shapes=SHAPES, nodes=NODES)
 @example(shapes=[(5, 30, 30)], nodes=["a", "b", "b", "a", "c", "c"])
+@example(shapes=[(2, 100, 50)], nodes=["a"] * 6)
 def test_every_node_holds_everything_once_or_all_together_do_where_nodes_differ(
     shapes: list[tuple[int, ...]], nodes: list[str]
 ) -> None:
@@ -169,39 +170,76 @@ def test_what_the_ranks_store_joins_to_whole_arrays(shapes: list[tuple[int, ...]
     assert join(ranks[0].structure, arrays).keys() == tree.keys()
 
 
-def test_shards_of_some_ranks_are_split_among_these() -> None:
-    """Two halves of an array, each on two of four ranks, as HSDP has them."""
-    whole = np.random.default_rng(0).random((300, 50))
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.integers(1, 150).flatmap(lambda rows: st.tuples(st.just(rows), st.integers(1, rows), st.integers(1, 50))),
+        min_size=1,
+        max_size=5,
+    )
+)
+@example([(150, 150, 50)])
+@example([(250, 200, 50)])
+@example([(20, 13, 40)] * 5)
+def test_shards_of_some_ranks_are_split_among_these(shards: list[tuple[int, int, int]]) -> None:
+    """Two shards of every array, the second perhaps shorter, each on two of four ranks, as HSDP has them."""
+    tree = {
+        f"k{i}": np.random.default_rng(i).random((rows + last, columns))
+        for i, (rows, last, columns) in enumerate(shards)
+    }
+    large = {f"k{i}" for i, (_, last, columns) in enumerate(shards) if last * columns * 8 > INLINE_MAX}
+    structure = flatten(tree).structure
     flats = []
     for rank in range(4):
-        half, replicas = (0, (0, 2)) if rank % 2 == 0 else (150, (1, 3))
-        flat = flatten({"w": whole[half : half + 150]})
-        place = Place("w", whole.shape, (half, 0), (150, 50), replicas=replicas)
-        (leaf,) = flat.arrays
-        structure = flatten({"w": whole}).structure
-        flats.append(Flat(structure, (replace(leaf, place=place),), in_pieces=True))
+        leaves = []
+        for (key, whole), (rows, _, columns) in zip(tree.items(), shards, strict=True):
+            at = rows * (rank % 2)
+            (leaf,) = flatten({"local": whole[at : at + rows]}).arrays
+            place = Place(key, whole.shape, (at, 0), (rows, columns), replicas=(rank % 2, rank % 2 + 2))
+            leaves.append(replace(leaf, key=block_key(key, (at, 0)), place=place))
+        flats.append(Flat(structure, tuple(leaves), in_pieces=True))
     alike = [split(flat, (), rank=rank, nodes=["a"] * 4, chunk_size=CHUNK) for rank, flat in enumerate(flats)]
-    boxes = [box for flat in alike for box in stored(flat)["w"]]
-    assert tile(whole.shape, boxes)
-    arrays = {key: array for flat in alike for key, array in indexed(flat, CHUNK).items()}
-    assert join(alike[0].structure, arrays).keys() == {"w"}
-
     apart = [
         split(flat, (), rank=rank, nodes=["a", "a", "b", "b"], chunk_size=CHUNK) for rank, flat in enumerate(flats)
     ]
-    for node in (apart[:2], apart[2:]):
-        assert tile(whole.shape, [box for flat in node for box in stored(flat)["w"]])
+    for together in (alike, apart[:2], apart[2:]):
+        for key, whole in tree.items():
+            boxes = [box for flat in together for box in stored(flat).get(key, [])]
+            assert tile(whole.shape, boxes if key in large else [*dict.fromkeys(boxes)])
+        found = [leaf for flat in together for leaf in flat.arrays]
+        assert all(host_view(leaf).tolist() == tree[leaf.array][leaf.box.slices()].tolist() for leaf in found)
+        arrays = {key: array for flat in together for key, array in indexed(flat, CHUNK).items()}
+        assert large <= join(structure, arrays).keys()
+
+
+@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=4), ends=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_a_range_of_cells_is_some_boxes_that_have_each_of_them_once(
+    counts: list[int], ends: tuple[float, float]
+) -> None:
+    numbers = np.arange(np.prod(counts)).reshape(counts)
+    first, stop = sorted(round(end * numbers.size) for end in ends)
+    boxes = list(replicated._boxes(tuple(counts), first, stop))
+    assert [n for box in boxes for n in numbers[box.slices()].reshape(-1)] == list(range(first, stop))
+
+
+@pytest.mark.parametrize("replicas", [(1, 2), (0, 3)])
+def test_replicas_on_processes_that_are_no_ranks_of_the_store_are_not_divided(replicas: tuple[int, ...]) -> None:
+    """As of a framework that counts other processes, or in another order, than the store does."""
+    (leaf,) = flatten({"w": np.zeros((150, 50))}).arrays
+    place = Place("w", (300, 50), (0, 0), (150, 50), replicas=replicas)
+    flat = Flat(flatten({"w": np.zeros((300, 50))}).structure, (replace(leaf, place=place),), in_pieces=True)
+    assert split(flat, (), rank=0, nodes=["a"] * 3, chunk_size=CHUNK).arrays == flat.arrays
 
 
 def test_what_no_pattern_chooses_stays_as_it_is() -> None:
     tree = {"params": {"w": np.zeros(9000)}, "own": np.zeros(9000), "n": 1}
     flat = flatten(tree)
-    ranks = parts(tree, ["a", "b"], ("params/**", "nothing/**"))
-    for found in ranks:
-        assert found.structure == flat.structure
-        assert [leaf.box.shape for leaf in found.arrays if leaf.key == "own"] == [(9000,)]
+    for nodes in (["a", "b"], ["a"] * 3):
+        for found in parts(tree, nodes, ("params/**", "nothing/**")):
+            assert found.structure == flat.structure
+            assert [leaf.box.shape for leaf in found.arrays if leaf.key == "own"] == [(9000,)]
+        assert parts(tree, nodes, ())[1].arrays == flat.arrays
     assert parts(tree, ["a"])[0].arrays == flat.arrays
-    assert parts(tree, ["a", "b"], ())[1].arrays == flat.arrays
 
 
 def test_what_one_rank_alone_stores_is_missed_when_its_part_is() -> None:
