@@ -82,9 +82,7 @@ def as_array(stored: Node, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 def fits_scalar(like: Node, stored: ArrayNode) -> bool:
     """Whether the array ``stored`` can become a scalar like ``like``: it is one number of that kind."""
-    if stored.shape or stored.prng is not None:
-        return False
-    return isinstance(like, _KINDS.get(_kind(dtype_from_name(stored.dtype)), ()))
+    return not stored.shape and isinstance(like, _KINDS.get(_kind(dtype_from_name(stored.dtype)), ()))
 
 
 def _kind(dtype: np.dtype[Any]) -> str:

@@ -7,7 +7,6 @@ are kept; a later tree is only compared with them, column by column, mostly with
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -43,7 +42,6 @@ from tieredckpt.tree.objects import object_node, restored_object
 
 __all__ = ["Flattener", "Refill"]
 
-_DICTS: Final = (dict, OrderedDict, defaultdict)
 _ONE_BY_ONE: Final = ("jax", "jax-key")
 """Kinds of arrays whose leaves hold more than `looks` compares: their leaves are made again for every tree."""
 
@@ -183,7 +181,7 @@ class _Form:
                 place_of[node.key] = place
             elif isinstance(node, CONTAINERS):
                 opened = opened_at[id(node)]
-                by_key = type(node) is DictNode and type(value) in _DICTS and _are_texts(value)
+                by_key = type(node) is DictNode and _are_texts(value)
                 names = list(opened.names)
                 empty = with_children(node, names, [])
                 self._levels.append(_Level(place, len(found), paths[place], type(value), empty, names, by_key))

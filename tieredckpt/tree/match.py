@@ -292,7 +292,7 @@ def _difference(
         if not castable(dtype_from_name(stored.dtype), dtype):
             return differ
         return "" if casts else f"{differ}; cast=True converts it"
-    if isinstance(like, ArrayNode) and not like.shape and not like.prng and dtype is not None and not fills:
+    if isinstance(like, ArrayNode) and not like.shape and dtype is not None and not fills:
         why = fits_array(stored, dtype, may_round=casts)
         return f"like: {_show(like)}, and {why}" if why else ""
     if not _fits(like, stored):

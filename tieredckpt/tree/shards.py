@@ -98,7 +98,7 @@ def _piece(key: str, shard: object, as_leaf: Callable[[str, object], ArrayLeaf |
     except TypeError as error:
         raise Invalid(f"leaf {key!r}: shape, offset and cut of a Shard are sequences of int: {error}") from error
     box = Box(offset, leaf.shape)
-    if not (len(shape) == len(offset) == len(leaf.shape) and Box.whole(shape).contains(box)):
+    if not Box.whole(shape).contains(box):
         raise Invalid(
             f"leaf {key!r}: a shard of shape {list(leaf.shape)} at {list(offset)} does not lie in an array of shape "
             f"{list(shape)}; `shape` is that of the global array, `offset` that of the shard's first item"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import ml_dtypes
@@ -153,8 +154,11 @@ def test_shards_are_cast_too() -> None:
 def test_prng_keys_are_not_cast() -> None:
     jax = require("jax")
     keys = jax.random.split(jax.random.key(0), 3)
-    with pytest.raises(Invalid, match="'rng'"):
-        restore({"rng": keys}, {"rng": np.zeros((3, 2), np.int64)}, casts=True)
+    for dtype in (np.uint32, np.int64):
+        data = np.zeros((3, 2), dtype)
+        for saved, like in ((keys, data), (data, keys)):
+            with pytest.raises(Invalid, match="'rng'"):
+                restore({"rng": saved}, {"rng": like}, casts=True)
 
 
 # -- numbers and arrays ------------------------------------------------------------------------------------
@@ -182,12 +186,19 @@ def test_a_number_becomes_an_array_that_holds_it_and_comes_back(saved: Any, like
     assert back == saved
 
 
+def test_only_arrays_that_become_numbers_are_read_besides_those_of_like() -> None:
+    fitted = match({"step": 0, "w": np.zeros(2)}, flatten({"step": np.array(3), "w": np.ones(2)}).structure)
+    assert [leaf.key for leaf in fitted.leaves] == ["w"]
+    assert [node.key for node in fitted.scalars] == ["step"]
+
+
 def test_a_float_is_rounded_only_if_asked_for_and_a_nan_stays_one() -> None:
     single = np.zeros((), np.float32)
     with pytest.raises(Invalid, match=r"'rate' \(like: float32\[\], and the step has 0\.1, which float32 .* cast=True"):
         restore({"rate": 0.1}, {"rate": single})
     assert restore({"rate": 0.1}, {"rate": single}, casts=True)["rate"] == np.float32(0.1)
-    assert np.isnan(restore(float("nan"), single))
+    for bits in (0x7FF8000000000000, 0x7FF8000000000001, 0xFFF8000000000000):
+        assert np.isnan(restore(struct.unpack("d", struct.pack("Q", bits))[0], single))
     with pytest.raises(Invalid, match="holds only rounded"):
         restore(complex(np.nan, 0.1), np.zeros((), np.complex64))
     assert restore(np.array(6.9), np.zeros((), dtype("float4_e2m1fn")), casts=True) == 6
@@ -273,6 +284,8 @@ def test_leaves_that_keys_do_not_choose_come_back_as_like_has_them() -> None:
         restore_part(saved, like, ["params/1/*", "params/2"])
     with pytest.raises(Invalid, match="1 only in the step: 'opt/mu'"):
         restore_part(saved, {"params": like["params"]}, ["params/1/w", "opt"])
+    with pytest.raises(Invalid, match="1 different: 'params'"):
+        restore_part(saved, like | {"params": tuple(like["params"])}, ["params/1/w"])
     # The form that a restore without `like` has fits as well.
     assert restore_part(saved, {"params": {2: 0}}, ["params/2"]) == {"params": {2: 5}}
 

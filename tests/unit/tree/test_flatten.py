@@ -203,6 +203,11 @@ def test_a_leaf_that_cannot_be_stored_is_refused_by_key(value: object, word: str
     assert word in str(error.value)
 
 
+def test_the_largest_inline_values_are_stored() -> None:
+    tree = ["ü" * (MAX_INLINE_BYTES // 2), b"x" * MAX_INLINE_BYTES, (1 << (8 * MAX_INLINE_BYTES)) - 1]
+    assert unflatten(decode_structure(encode_structure(flatten(tree).structure)), {}) == tree
+
+
 @pytest.mark.parametrize("key", ["\ud800", np.int64(3), (1, np.int64(3)), (1, "\ud800"), len])
 def test_a_dict_key_that_cannot_be_stored_is_refused(key: object) -> None:
     for others in ({}, {1.5: 2}):  # beside which the keys of all are stored in another form

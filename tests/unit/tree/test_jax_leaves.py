@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tieredckpt.errors import Invalid
-from tieredckpt.tree import as_array_leaf, flatten, host_view, match, unflatten, writable_view
+from tieredckpt.tree import Shard, as_array_leaf, flatten, host_view, match, unflatten, writable_view
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -83,6 +83,11 @@ def test_typed_prng_keys_come_back_with_their_implementation(impl: str, shape: t
         restore({"rng": keys(1)}, {"rng": data})
     with pytest.raises(Invalid, match="'rng'"):
         restore({"rng": data}, {"rng": keys(1)})
+
+
+def test_typed_prng_keys_are_no_shard() -> None:
+    with pytest.raises(Invalid, match=r"'rng'.*key_data"):
+        flatten({"rng": Shard(jax.random.split(jax.random.key(0), 4), (8, 2), (0, 0))})
 
 
 def test_placement_is_that_of_like() -> None:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,9 +123,11 @@ def test_a_numpy_leaf_is_the_restored_memory() -> None:
 def test_a_bare_leaf_matches_a_bare_leaf() -> None:
     assert restore(np.arange(3), np.zeros(3, int)).tolist() == [0, 1, 2]
     assert restore(5, 1) == 5
-    for saved, like in ((np.zeros(1), {"leaf": np.zeros(1)}), ({"leaf": np.zeros(1)}, np.zeros(1))):
-        with pytest.raises(Invalid, match="does not fit"):
-            restore(saved, like)
+    leaf, tree = np.zeros(1), {"leaf": np.zeros(1)}
+    with pytest.raises(Invalid, match=r"does not fit the step: it is one dict of 1, the step one float64\[1\]"):
+        restore(leaf, tree)
+    with pytest.raises(Invalid, match=r"does not fit the step: it is one float64\[1\], the step one dict of 1"):
+        restore(tree, leaf)
 
 
 def test_every_difference_is_named_in_one_error() -> None:
@@ -158,6 +161,9 @@ def test_a_long_list_of_differences_is_cut_and_counted() -> None:
         restore({}, {f"k{i}": i for i in range(50)})
     assert "'k19'" in str(error.value)
     assert "'k20'" not in str(error.value)
+    assert "only in" not in str(error.value)
+    with pytest.raises(Invalid, match=r"20 missing.*'k19'\. Change"):
+        restore({}, {f"k{i}": i for i in range(20)})
 
 
 @pytest.mark.parametrize(
@@ -170,6 +176,7 @@ def test_a_long_list_of_differences_is_cut_and_counted() -> None:
         ([], ()),
         ({}, []),
         ({"mu": 1, "nu": 2}, Moments(1, 2)),
+        (Frozen(1), SimpleNamespace(value=1)),
         (np.zeros(1, ">f4"), np.zeros(1, "<f4")),
         ([1, 2], [1]),
         ([1], [1, 2]),

@@ -107,10 +107,16 @@ def test_a_deque_of_any_length_comes_back(limit: int | None) -> None:
     assert bits_of(again([deque([1, 2], limit)])) == bits_of([deque([1, 2], limit)])
 
 
+def test_a_deque_fits_one_of_another_limit_and_like_has_the_limit() -> None:
+    assert bits_of(by([deque([0], maxlen=5)], [deque([7], maxlen=2)])) == bits_of([deque([7], maxlen=5)])
+
+
 def test_a_deque_of_a_step_of_before_fits_a_deque() -> None:
     before = DictNode(["q"], [CustomNode([0, 1], [IntNode(1), IntNode(2)])])
     assert match({"q": deque([0, 0], maxlen=3)}, before).build({}) == {"q": deque([1, 2], maxlen=3)}
     assert unflatten(before, {}) == {"q": {0: 1, 1: 2}}
+    with pytest.raises(Invalid, match="like: counter of 2, step: custom of 2"):
+        match({"q": Counter({0: 0, 1: 0})}, before)
 
 
 def test_no_class_of_the_program_is_written_and_a_plain_value_stands_in_for_it() -> None:

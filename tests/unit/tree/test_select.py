@@ -84,6 +84,16 @@ def test_a_key_that_looks_like_a_pattern_is_found_by_its_name() -> None:
     assert part("odd[1]") == {"odd[1]": 11}
 
 
+def test_a_list_stays_one_if_only_its_children_lose_some() -> None:
+    structure = flatten({"a": [{"x": 1, "y": 2}, ({"x": 3},)], "b": 4}).structure
+    assert unflatten(select(structure, ["**/x"]), {}) == {"a": [{"x": 1}, ({"x": 3},)]}
+
+
+def test_a_path_is_no_pattern_where_something_lies_below_it() -> None:
+    structure = flatten({"a*": {"x": 1}, "ab": 2, "a*b": 3}).structure
+    assert unflatten(select(structure, ["a*"]), {}) == {"a*": {"x": 1}}
+
+
 def test_everything_chosen_is_the_structure_itself() -> None:
     assert select(FLAT.structure, ["**"]) is FLAT.structure
     assert select(flatten(3).structure, ["leaf"]) == flatten(3).structure

@@ -34,6 +34,7 @@ def test_a_shard_of_all_of_an_array_is_that_array() -> None:
         flat = flatten(tree)
         (leaf,) = flat.arrays
         assert (leaf.key, leaf.array, leaf.box) == ("w", "w", Box.whole(tree["w"].shape))
+        assert leaf.kind == "numpy"  # also of a NumPy scalar, since another rank may have an array
         (kept,) = split(flat, ["**"], rank=0, nodes=["a"] * 4, chunk_size=4096).arrays
         assert kept == leaf  # what is a shard is divided among nobody
 
@@ -63,6 +64,7 @@ def test_shards_of_an_array_without_items_are_one_array() -> None:
         (Shard(WHOLE[:2], (6, 4), (5, 0)), "does not lie in"),
         (Shard(WHOLE[:2], (6, 4), (-1, 0)), "does not lie in"),
         (Shard(WHOLE[:2], (6,), (0,)), "does not lie in"),
+        (Shard(WHOLE[:2], (6, 4), (0,)), "does not lie in"),
         (Shard(WHOLE[:2], "abc", (0, 0)), "sequences of int"),
         (Shard(WHOLE[:2], (6.5, 4), (2, 0)), "sequences of int"),
         (Shard(WHOLE[:2], (6, 4), (2, 0), "abc"), "sequences of int"),

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieredckpt.errors import Corrupt
+from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.format import structure
 from tieredckpt.format.structure import check_structure, decode_structure, encode_structure
 from tieredckpt.tree import flatten
 
@@ -38,7 +39,7 @@ def in_dict(array: dict[str, Any]) -> dict[str, Any]:
 def test_the_json_of_a_tree_is_fixed() -> None:
     tree = {
         "a": np.zeros((2, 3), np.float32),
-        3: [1, 2**60, -0.0, 1j, True, "é", b"\x00\xff", None],
+        3: [1, 2**53, -(2**53), -(2**53) - 1, -0.0, 1j, True, "é", b"\x00\xff", None],
         "t": (1,),
     }
     assert json.loads(encode_structure(flatten(tree).structure)) == {
@@ -50,7 +51,9 @@ def test_the_json_of_a_tree_is_fixed() -> None:
                 "type": "list",
                 "children": [
                     {"type": "int", "value": 1},
-                    {"type": "int", "value": "0x1000000000000000"},
+                    {"type": "int", "value": 2**53},
+                    {"type": "int", "value": -(2**53)},
+                    {"type": "int", "value": "-0x20000000000001"},
                     {"type": "float", "bits": "8000000000000000"},
                     {"type": "complex", "real": "0000000000000000", "imag": "3ff0000000000000"},
                     {"type": "bool", "value": True},
@@ -64,9 +67,22 @@ def test_the_json_of_a_tree_is_fixed() -> None:
     }
 
 
+def test_a_structure_beyond_the_limit_is_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structure, "MAX_STRUCTURE_BYTES", len(VALID))
+    assert encode_structure(decode_structure(VALID)) == VALID
+    monkeypatch.setattr(structure, "MAX_STRUCTURE_BYTES", len(VALID) - 1)
+    with pytest.raises(Corrupt, match="exceeds the limit"):
+        decode_structure(VALID)
+    with pytest.raises(Invalid, match="join small leaves"):
+        encode_structure(flatten({"a": "b" * len(VALID)}).structure)
+
+
 def test_a_valid_structure_is_read() -> None:
     read(in_dict(ARRAY))
     read(ARRAY | {"key": "leaf"})
+    read(ARRAY | {"key": "leaf", "shape": [1] * 32})
+    read(ARRAY | {"key": "leaf", "shape": [2**61 - 1]})
+    read({"type": "dict", "keys": ["ü" * 2048], "children": [ARRAY | {"key": "ü" * 2048}]})
     read({"type": "object", "of": "some-thing", "value": nested(32)})
     read({"type": "typed", "of": "map", "keys": ["=1"], "children": [NONE], "about": nested(32)})
 
@@ -101,6 +117,7 @@ def test_a_valid_structure_is_read() -> None:
         in_dict(ARRAY | {"dtype": ""}),
         in_dict(ARRAY | {"shape": [-1]}),
         in_dict(ARRAY | {"shape": [2**62, 2]}),
+        in_dict(ARRAY | {"shape": [2**61]}),
         in_dict(ARRAY | {"shape": [1.0]}),
         in_dict(ARRAY | {"shape": [1] * 33}),
         in_dict(ARRAY | {"kind": "pickle"}),
@@ -113,6 +130,7 @@ def test_a_valid_structure_is_read() -> None:
         {"type": "object", "of": "path", "value": 1, "class": "os.system"},
         {"type": "object", "of": "path", "value": nested(33)},
         {"type": "object", "of": "range", "value": [2**53 + 1]},
+        {"type": "object", "of": "range", "value": [0, 2**53 + 1, 1]},
         {"type": "typed", "of": "deque", "keys": [0], "children": []},
         {"type": "typed", "of": "map", "keys": ["=1", "=1"], "children": [NONE, NONE]},
         {"type": "typed", "of": "map", "keys": [1.5], "children": [NONE]},

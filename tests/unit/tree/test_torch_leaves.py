@@ -141,6 +141,7 @@ def test_what_is_written_to_a_writable_view_is_in_the_tensor(dtype: str) -> None
     [
         (lambda: torch.zeros(4, 4).T[1:], "not contiguous"),
         (lambda: torch.zeros(2, dtype=torch.complex64).conj(), "not contiguous"),
+        (lambda: torch._neg_view(torch.zeros(2)), "lazy view"),
         (lambda: torch.zeros(2, device="meta"), "meta"),
     ],
 )

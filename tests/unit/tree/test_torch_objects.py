@@ -21,6 +21,7 @@ from tieredckpt.format.structure import (
     walk,
 )
 from tieredckpt.tree import flatten, match, unflatten
+from tieredckpt.tree.form import Flattener
 
 OBJECTS = [
     torch.bfloat16,
@@ -113,7 +114,7 @@ def scaled(seed: int, *, block: int = 4, opaque: object = None, rows: int = 3) -
 
 
 def test_a_wrapper_tensor_comes_back_by_the_class_of_like() -> None:
-    saved, like = {"w": scaled(1)}, {"w": scaled(2)}
+    saved, like = {"w": scaled(1), "step": 1}, {"w": scaled(2), "step": 0}
     got = by(like, saved)["w"]
     assert type(got) is Scaled
     assert torch.equal(got.codes, saved["w"].codes)
@@ -153,6 +154,7 @@ def test_a_wrapper_of_another_description_does_not_fit(like: Any, why: str) -> N
     structure, _ = stored({"w": scaled(1)})
     with pytest.raises(Invalid, match=rf"'w' .*{why}"):
         match({"w": like}, structure)
+    assert Flattener().refill({"w": like}, structure) is None
 
 
 def test_a_description_that_cannot_be_compared_is_refused_by_key() -> None:

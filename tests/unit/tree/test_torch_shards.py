@@ -17,6 +17,7 @@ from tieredckpt.format.manifest import ArrayIndex
 from tieredckpt.format.structure import array_nodes
 from tieredckpt.tree import flatten, host_view, match
 from tieredckpt.tree.arrays import writable_part
+from tieredckpt.tree.shards import check_whole
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -174,6 +175,15 @@ def test_a_rank_outside_of_the_mesh_has_no_piece_and_knows_the_array() -> None:
         dist.destroy_process_group()
     assert flat.arrays == ()
     assert [node.shape for node in array_nodes(flat.structure)] == [(6,)]
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_a_tensor_without_items_is_one_array_on_every_rank(shape: tuple[int, ...]) -> None:
+    for rank in range(2):
+        with rank_of(rank, (2,)) as mesh:
+            flat = flatten({"w": distributed(np.zeros(shape), mesh, [Shard(0)])})
+            assert [(leaf.key, leaf.shape) for leaf in flat.arrays] == [("w", shape)]
+            check_whole(flat.structure, flat.arrays)
 
 
 def test_what_is_not_reduced_or_not_cut_as_it_says_is_refused_by_key() -> None:

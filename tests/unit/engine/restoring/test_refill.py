@@ -6,6 +6,7 @@ import collections
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +70,14 @@ class Point(NamedTuple):
     y: Any
 
 
+class Name(StrEnum):
+    """Keys that equal texts and are none."""
+
+    A = "a"
+    B = "b"
+    LARGE = "large"
+
+
 def tree_of(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     return {
@@ -99,13 +108,16 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a scalar": setting("step", to=77),
     "a scalar of another type": setting("step", to="four"),
     "a small object": setting("at", to=Path("/b")),
-    "an object of another kind": setting("at", to=1j),
+    "an object of another kind": setting("at", to={1}),
+    "an object as a scalar": setting("at", to=1j),
+    "a scalar as an object": setting("step", to=Path("/c")),
     "shape": setting("w", "a", to=np.ones((3, 4), np.float32)),
     "dtype": setting("w", "a", to=np.ones((4, 3), np.int32)),
     "byte order": setting("w", "a", to=np.ones((4, 3), ">f4")),
     "another unit of time": setting("times", to=np.zeros(3, "M8[ms]")),
     "a large shape": setting("w", "large", to=np.ones(5001)),
     "order of keys": lambda tree: tree["w"].update(a=tree["w"].pop("a")),
+    "keys of an enum": lambda tree: tree.update(w={Name(key): child for key, child in tree["w"].items()}),
     "a new key": setting("w", "c", to=np.ones(1)),
     "a key less": lambda tree: tree["w"].pop("a"),
     "a longer list": lambda tree: tree["list"].append(1),
@@ -174,6 +186,14 @@ def plain(value: Any) -> Any:
             return value.array
         case _:
             return value
+
+
+@pytest.mark.parametrize(("saved", "into"), [(Path("a"), {1}), (Path("a"), 1), (1, Path("a")), ({1}, frozenset({1}))])
+def test_an_object_that_does_not_fit_is_not_filled(saved: object, into: object) -> None:
+    structure = flatten({"at": saved}).structure
+    with pytest.raises(Invalid, match="1 different: 'at'"):
+        match({"at": into}, structure, fills=True)
+    assert Flattener().refill({"at": into}, structure) is None
 
 
 def test_a_restore_into_a_known_tree_is_not_planned_anew(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
