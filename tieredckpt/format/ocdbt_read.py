@@ -163,7 +163,7 @@ def _reader(btree: bytes, btree_path: str) -> NodeReader:
     view = memoryview(btree)
 
     def read(path: str, offset: int, length: int) -> memoryview:
-        if path != btree_path or offset + length > len(view):
+        if path != btree_path:
             raise Corrupt(f"{btree_path}: no node at {path!r}, offset {offset}, length {length}")
         return view[offset : offset + length]
 
@@ -203,8 +203,7 @@ def _find(root: Root, read: NodeReader, key: bytes) -> Value | None:
             return None
         reference = children[index]
     keys, values = _leaf(reference, read, MAX_EXPANDED)
-    index = bisect_right(keys, key) - 1
-    return values[index] if index >= 0 and keys[index] == key else None
+    return dict(zip(keys, values, strict=True)).get(key)
 
 
 def _open(reference: _Reference, read: NodeReader) -> Cursor:

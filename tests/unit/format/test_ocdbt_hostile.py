@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieredckpt.errors import Corrupt
-from tieredckpt.format import ocdbt
+from tieredckpt.format import ocdbt, ocdbt_read
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.ocdbt import Extent, Value
 from tieredckpt.format.ocdbt_codec import (
@@ -65,6 +65,7 @@ def manifest_of(
     indirect: int = 0,
     offset: int = 0,
     path: str = BTREE,
+    place: int = 0,
     generations: tuple[int, ...] = (1,),
     older: int = 0,
     head: bytes = UUID + b"\0\0\0\4\0",
@@ -73,7 +74,7 @@ def manifest_of(
     table = file_table([path]) if is_data_path(path) else b"\1" + varint(len(path)) + b"\0" + path.encode()
     versions = len(generations)
     body = head + table + varint(versions) + column(generations) + bytes([height] * versions)
-    body += bytes(versions) + b"".join(varint(number) * versions for number in numbers) + bytes(8 * versions)
+    body += bytes([place] * versions) + b"".join(varint(number) * versions for number in numbers) + bytes(8 * versions)
     return frame(MANIFEST_MAGIC, body + varint(older))
 
 
@@ -250,6 +251,10 @@ FORGED: dict[str, Callable[[], object]] = {
     "an empty path": lambda: decode_leaf(forged_path(b"")),
     "a node elsewhere": lambda: ocdbt.decode(manifest_of(len(NODE), path="other/file"), NODE, BTREE),
     "a root above the root folder": lambda: ocdbt.decode(manifest_of(len(NODE), path="../btree"), NODE, BTREE),
+    "a root in a file that is not in the table": lambda: ocdbt.read_root(manifest_of(len(NODE), place=1)),
+    "bytes after the last field of a manifest": lambda: ocdbt.read_root(
+        frame(MANIFEST_MAGIC, manifest_of(len(NODE))[14:-4] + b"\0")
+    ),
     "a root beyond the file": lambda: ocdbt.decode(manifest_of(len(NODE), offset=1), NODE + b"x"[:0], BTREE),
     "a root beyond 2**63": lambda: ocdbt.read_root(manifest_of(len(NODE), offset=(1 << 63) - 1)),
     "a root without a path": lambda: ocdbt.read_root(manifest_of(len(NODE), path="")),
@@ -355,12 +360,13 @@ def interior(
     *,
     common: int = 0,
     tree_bytes: int | None = None,
+    place: int = 0,
 ) -> bytes:
     """An interior node of height 1; a child is (first key, offset, length, number of keys)."""
     keys, offsets, lengths, counts = zip(*children, strict=True)
     body = b"\1" + file_table([BTREE]) + varint(len(children))
     body += bytes(len(children) - 1) + column([len(key) for key in keys])
-    body += column([common] * len(children)) + b"".join(keys) + bytes(len(children))
+    body += column([common] * len(children)) + b"".join(keys) + bytes([place] * len(children))
     trees = lengths if tree_bytes is None else [tree_bytes] * len(children)
     return frame(
         NODE_MAGIC,
@@ -380,6 +386,25 @@ A, B = leaf([(0, b"a")]), leaf([(0, b"b")])
 def test_the_tree_of_these_tests_is_readable() -> None:
     root = interior([(b"a", 0, len(A), 1), (b"b", len(A), len(B), 1)])
     assert decode_tree([A, B], root) == [(b"a", b""), (b"b", b"")]
+
+
+def test_an_interior_node_with_other_sums_bytes_or_files_than_it_should_have_is_corrupt() -> None:
+    children = [(b"a", 0, len(A), 1), (b"b", len(A), len(B), 1)]
+    with pytest.raises(Corrupt, match="its parent says"):
+        decode_tree([A, B], interior(children), keys=3)
+    with pytest.raises(Corrupt, match="1 bytes too many"):
+        decode_tree([A, B], frame(NODE_MAGIC, interior(children)[14:-4] + b"\0"))
+    with pytest.raises(Corrupt, match="larger than 0"):
+        decode_tree([A, B], interior(children, place=1))
+
+
+def test_the_keys_of_all_nodes_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = sum(len(key) for key, _ in ENTRIES)
+    monkeypatch.setattr(ocdbt_read, "MAX_EXPANDED", total)
+    assert ocdbt.decode(INDEX.manifest, INDEX.btree, BTREE) == ENTRIES
+    monkeypatch.setattr(ocdbt_read, "MAX_EXPANDED", total - 1)
+    with pytest.raises(Corrupt, match="impossible lengths"):
+        ocdbt.decode(INDEX.manifest, INDEX.btree, BTREE)
 
 
 @pytest.mark.parametrize("child", [A, B], ids=["below it", "in that of the next"])
