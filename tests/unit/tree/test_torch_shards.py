@@ -152,6 +152,21 @@ def test_what_fills_a_distributed_tensor_is_in_its_local_one() -> None:
         assert tensor.to_local().tolist() == [[7, 7], [7, 7]]
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_of_a_tensor_in_several_boxes_those_that_lie_in_one_piece_are_filled_and_others_refused(axis: int) -> None:
+    with rank_of(0, (2,)) as mesh:
+        tensor = distributed(np.zeros((16, 16)), mesh, [StridedShard(axis, split_factor=2)])
+        leaves = flatten({"a": {"w": tensor}}).arrays
+        assert len(leaves) == 2
+        if axis == 1:
+            with pytest.raises(Invalid, match=r"'a/w'.*not contiguous.*`like`"):
+                writable_part(leaves[0])
+            return
+        for value, leaf in enumerate(leaves, 1):
+            writable_part(leaf)[...] = value
+        assert tensor.to_local().unique_consecutive(dim=0)[:, 0].tolist() == [1, 2]
+
+
 def test_a_shard_shorter_than_its_siblings_is_planned_as_they_are() -> None:
     cuts = set()
     for rank in range(4):
