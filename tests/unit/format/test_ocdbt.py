@@ -88,6 +88,19 @@ def test_nodes_keep_to_their_size_and_interior_nodes_join_them() -> None:
     assert len(sizes) == 1
 
 
+def test_nodes_of_inline_values_keep_to_their_size() -> None:
+    entries: list[tuple[bytes, Value]] = [(b"%04d" % i, bytes(i % 300)) for i in range(600)]
+    index = encode(entries, 1000)
+    sizes: list[int] = []
+
+    def read(_: str, offset: int, length: int) -> bytes:
+        sizes.append(length)
+        return index.btree[offset : offset + length]
+
+    assert ocdbt.decode_nodes(index.manifest, read) == entries
+    assert max(sizes) <= 1000
+
+
 def test_large_inline_values_have_nodes_of_their_own_and_the_tree_still_ends() -> None:
     entries: list[tuple[bytes, Value]] = [(b"%d" % i, bytes(100 + i)) for i in range(9)]
     index = encode(entries, 1)
@@ -116,6 +129,7 @@ def test_values_may_be_as_large_as_the_format_allows() -> None:
         [(b"b", b""), (b"a", b"")],
         [(b"a", b""), (b"a", b"")],
         [(b"a" * 65536, b"")],
+        [(b"a" * 65536, b""), (b"b", b"")],
         [(b"a", bytes((1 << 20) + 1))],
         [(b"a", Extent("/etc/passwd", 0, 1))],
         [(b"a", Extent("packs/../../x", 0, 1))],
