@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.cuts import cuts, meshes
 
@@ -292,3 +292,37 @@ def test_the_largest_blocks_are_planned_in_a_blink(size: int) -> None:
     began = time.process_time()
     assert plan_block(Box((0,), (size,)), (3 * size,), 1, 1 << 50).size > 1
     assert time.process_time() - began < 5
+
+
+AXES = st.integers(1, 60).flatmap(
+    lambda full: st.integers(0, full - 1).flatmap(
+        lambda start: st.tuples(st.just(full), st.just(start), st.integers(1, full - start), st.integers(0, full))
+    )
+)
+
+
+@given(axes=st.lists(AXES, min_size=1, max_size=3), itemsize=itemsizes, target=st.integers(1, 40_000))
+@example(axes=[(60, 4, 4, 3)], itemsize=8, target=64)
+@example(axes=[(60, 3, 4, 3)], itemsize=8, target=64)
+@example(axes=[(60, 7, 30, 0), (60, 0, 60, 0)], itemsize=8, target=4096)
+def test_cells_of_a_block_are_cells_of_the_array_and_not_too_small_or_it_is_planned_by_itself(
+    axes: list[tuple[int, int, int, int]], itemsize: int, target: int
+) -> None:
+    shape, offset, sizes, cut = zip(*axes, strict=True)
+    grid, alone = plan_block(Box(offset, sizes), shape, itemsize, target, cut), plan(sizes, itemsize, target)
+    if grid == alone:
+        return
+    for (full, start, size, _), part in zip(axes, grid.cell, strict=True):
+        assert start % part == 0
+        assert size % part == 0 or start + size == full
+    large = grid.cell_nbytes >= max(alone.nbytes / 16, ALIGNMENT if alone.nbytes > ALIGNMENT else 0)
+    assert large or grid.cell_nbytes >= target / 16
+
+
+@given(parts=st.integers(2, 6), size=st.integers(1, 60), columns=st.integers(1, 60), itemsize=itemsizes, target=targets)
+def test_equal_blocks_have_one_cell_though_nobody_says_how_the_array_is_cut(
+    parts: int, size: int, columns: int, itemsize: int, target: int
+) -> None:
+    shape = (parts * size, columns)
+    boxes = [Box((i * size, 0), (size, columns)) for i in range(parts)]
+    assert len({plan_block(box, shape, itemsize, target).cell for box in boxes}) == 1
