@@ -139,7 +139,7 @@ threading.Thread(target=store.restore, daemon=True).start()
 
 @pytest.mark.parametrize("call", [HUNG_IN_A_PUT, HUNG_IN_A_READ], ids=["put", "read"])
 async def test_a_process_ends_though_a_file_system_never_answers(tmp_path: Path, call: str) -> None:
-    settings = config({"disk": folder(tmp_path / "disk", deadline=0.5)})
+    settings = config({"disk": folder(tmp_path / "disk")})
     assert run(settings, f"{HUNG}{call}hung.wait()\nprint('over')").stdout == "over\n"
     async with CheckpointStore.open(settings) as store:
         restored = await store.restore()
