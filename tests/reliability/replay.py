@@ -218,7 +218,7 @@ async def _check_restores(
     store: CheckpointStore, info: StepInfo, life: Life, owed: Owed, evicted: AbstractSet[Copy]
 ) -> None:
     step = StepId(info.serial, info.step)
-    copies = {(tier, info.serial) for tier in _tiers(info)}
+    copies = {(tier, info.serial) for tier in info.tiers or info.lossy}  # of which a restore takes one
     try:
         for found in await store.verify(info.step, serial=info.serial):
             copy = (found.tier, info.serial)
