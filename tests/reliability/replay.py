@@ -86,8 +86,8 @@ class _Ledger:
                 self.damaged.add((tier, serial))
             case Removed(tier=tier, path=path):
                 if path.startswith(layout.DERIVED):
-                    tier, path = SMALL, path.removeprefix(layout.DERIVED)
-                folder, _, name = path.rpartition("/")
+                    tier = SMALL
+                folder, _, name = path[path.find(layout.STEPS) :].rpartition("/")  # in RAM, in a folder of the store
                 if name == layout.MANIFEST and (step := layout.parse_step_folder(f"{folder}/")) is not None:
                     self.acknowledged.discard((tier, step[1]))  # it was evicted
 
