@@ -91,11 +91,9 @@ class World(State):
 
     # -- what policies see --------------------------------------------------------------------------------
 
-    def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
+    def view(self, *, at_rest: bool = False) -> StoreView:
         """As `State.view`, at the time of this world; the last view is kept until time or world change."""
         which = (self.observation.now(), self.changes.count, at_rest)
-        if and_on is not None:
-            return super().view(and_on=and_on, at_rest=at_rest)
         if self._kept_view is None or self._kept_view[0] != which:
             self._kept_view = which, super().view(at_rest=at_rest)
         return self._kept_view[1]

@@ -257,6 +257,10 @@ class StepViews(Sequence[StepView]):
         step = self._steps.find(age)
         return None if step is None else self._seen(step)
 
+    def changed(self, step: StepView) -> StepViews:
+        """A copy with this view of a step instead of another."""
+        return StepViews(self._listing.changed({_age(step): step}), self._now, self._replicas)
+
     def serials_on(self, tier: str) -> frozenset[int]:
         """The serials of the steps that a tier holds."""
         return frozenset([step.serial for step in self._listing.on(tier)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tieredckpt.policy.steps import Age, StepView, StepViews
@@ -69,6 +69,13 @@ class StoreView:
         if isinstance(self.steps, StepViews):
             return self.steps.serials_on(tier)
         return frozenset(step.serial for step in self.steps if tier in step.tiers)
+
+    def with_copy(self, step: StepView, tier: str) -> StoreView:
+        """The store as it would be if the tier of this name held one of its steps too."""
+        copy = replace(step, tiers=tuple(each.name for each in self.tiers if each.name in (tier, *step.tiers)))
+        if isinstance(self.steps, StepViews):
+            return replace(self, steps=self.steps.changed(copy))
+        return replace(self, steps=tuple(copy if seen.serial == step.serial else seen for seen in self.steps))
 
     @property
     def newest(self) -> StepView | None:

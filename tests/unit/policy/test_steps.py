@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieredckpt.policy.steps import ByAge, Listing, StepView, StepViews
-from tieredckpt.policy.views import StoreView
+from tieredckpt.policy.views import StoreView, TierView
 
 ages = st.tuples(st.integers(1, 30), st.integers(0, 1))
 
@@ -76,6 +77,21 @@ def test_steps_seen_one_by_one_are_the_steps_seen_together() -> None:
     for serial in range(10):
         assert first.find((serial, serial)) == second.find((serial, serial))
     assert first.find((3, 4)) is second.find((3, 4)) is None
+
+
+def test_a_store_with_one_more_copy_is_seen_as_it_would_be() -> None:
+    tiers = tuple(TierView(name, index, "node", None, 0, None, True) for index, name in enumerate("ab"))
+    listing, now = listed(views(*range(1, 9))), 5500.0
+    before = StoreView(now, StepViews(listing, now, {7: 2}), tiers)
+    plain = StoreView(now, tuple(before.steps), tiers)
+    for step in plain.steps:
+        with_one, as_plain = before.with_copy(step, "b"), plain.with_copy(step, "b")
+        assert with_one == as_plain
+        assert with_one.find((step.serial, step.step)) == replace(step, tiers=(*step.tiers, "b"))
+        for tier in ("a", "b"):
+            assert with_one.line_on(tier) == as_plain.line_on(tier)
+        assert with_one.serials_on("b") == {step.serial}
+    assert before == plain
 
 
 def test_a_change_shares_all_but_a_block_with_what_it_was_made_from() -> None:

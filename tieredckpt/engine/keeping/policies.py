@@ -59,7 +59,7 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
         if any(seen.on_line and tier.name in seen.tiers for seen in newer):
             if tier.config.retain.retains_all:
                 return True
-            return step.serial in _retained(tier, tier_view, state.view(and_on=(step, tier)))
+            return step.serial in _retained(tier, tier_view, view.with_copy(mine, tier.name))
     except BaseException as error:
         if not is_failure(error):
             raise
@@ -183,6 +183,7 @@ def retained(what: str, policy: Retention, tier: TierView, view: StoreView) -> f
     answer = frozenset(given)
     if any(not isinstance(each, int) for each in answer) or (
         answer
+        and answer.isdisjoint(view.serials_on(tier.name))  # as a rule it is not, and those elsewhere may be many
         and all(answer.isdisjoint(view.serials_on(each.name)) for each in view.tiers)
         and not answer.isdisjoint(step.step for step in view.steps)
     ):

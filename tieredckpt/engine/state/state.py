@@ -251,14 +251,9 @@ class State:
 
     # -- policies -----------------------------------------------------------------------------------------
 
-    def view(self, *, and_on: tuple[StepId, Tier] | None = None, at_rest: bool = False) -> StoreView:
-        """The view of the store for policies; with ``and_on``, as if that tier held that step too.
-
-        With ``at_rest``, as it would be if no promotion were under way.
-        """
+    def view(self, *, at_rest: bool = False) -> StoreView:
+        """The view of the store for policies; with ``at_rest``, as it would be if no promotion were under way."""
         steps = self._step_table.views(self.branch.line)
-        if and_on is not None:
-            steps = views.with_copy(steps, *and_on, self.tiers)
         tiers = tuple(self.tier_view(tier, at_rest=at_rest) for tier in self.tiers)
         return views.store_view(steps, tiers, self.tiers[0], self.membership, self.observation)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.engine.state.membership import Membership
@@ -14,7 +13,7 @@ from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.policy.steps import Listing, StepView, StepViews
 from tieredckpt.policy.views import StoreView, TierView
 
-__all__ = ["numbers", "step_view", "store_view", "tier_view", "with_copy", "write_bandwidth"]
+__all__ = ["numbers", "step_view", "store_view", "tier_view", "write_bandwidth"]
 
 
 def store_view(
@@ -30,14 +29,6 @@ def store_view(
         step.serial: nodes for step, nodes in tuple(membership.replicated.items()) if step in nearest.steps.held
     }
     return StoreView(now, StepViews(steps, now, replicas), tiers, frozenset(observation.signals))
-
-
-def with_copy(steps: Listing, step: StepId, on: Tier, tiers: Sequence[Tier]) -> Listing:
-    """The steps as they would be if the tier ``on`` held ``step`` too."""
-    if (view := steps.steps.find(step)) is None:
-        return steps
-    names = tuple(each.name for each in tiers if step in each.steps.held or each is on)
-    return steps.changed({step: dataclasses.replace(view, tiers=names)})
 
 
 def tier_view(tier: Tier, *, at_rest: bool = False) -> TierView:

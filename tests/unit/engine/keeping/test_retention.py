@@ -11,8 +11,10 @@ from typing import Any, Literal
 import pytest
 from reliability.tiers import FaultyTiers
 from support.scenes import Heard, config, crash, folder, ram, tree
+from tieredckpt_policies.retention import LastN
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine.keeping.policies import retained
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.errors import NotFound, TierUnavailable
@@ -91,6 +93,19 @@ async def test_serials_of_no_step_are_no_answer_and_every_step_stays(
         assert on("disk", await store.steps()) == [100, 200, 300]
     assert "a policy of tier 'disk' failed; nothing is evicted from it" in caplog.text
     assert "what retains() gave, such as 100, is the serial of no step" in caplog.text
+
+
+def test_what_few_steps_a_tier_retains_is_not_compared_with_the_thousands_of_a_nearer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a restart the answer is asked for with each of those: to list them all each time would take seconds."""
+    near, far = (TierView(name, index, "node", None, 0, None, True) for index, name in enumerate(("near", "far")))
+    steps = tuple(StepView(step, step, 0.0, 0.0, 1, {}, ("near", "far")[: 1 + (step > 97)]) for step in range(1, 101))
+    listed: list[str] = []
+    serials_on = StoreView.serials_on
+    monkeypatch.setattr(StoreView, "serials_on", lambda *asked: listed.append(asked[1]) or serials_on(*asked))
+    assert retained("far", LastN(n=2), far, StoreView(0.0, steps, (near, far))) == {99, 100}
+    assert listed == ["far"]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the same process", "the next process"])
