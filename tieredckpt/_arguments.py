@@ -45,10 +45,12 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
 def as_number(name: str, value: Any) -> float:
     """The value of the metric ``name`` as a float. Raises `Invalid`, naming it, for what is no number."""
     try:
-        if isinstance(value, str | bytes | bytearray) or (type(value).__module__ == "numpy" and value.ndim):
+        library = type(value).__module__.partition(".")[0]
+        if isinstance(value, str | bytes | bytearray) or (library == "numpy" and value.ndim):
             raise TypeError("neither text nor an array of NumPy is a number")
-        detach = getattr(value, "detach", None)  # else PyTorch warns of a loss that has a gradient
-        return float(value if detach is None else detach())
+        if library == "torch" and hasattr(value, "detach"):
+            value = value.detach()  # else PyTorch warns of a loss that has a gradient
+        return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(value).__name__
         raise Invalid(f"the metric {name!r} is a {kind}, which is no number; give a number, or leave it out") from error

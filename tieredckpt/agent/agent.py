@@ -36,7 +36,7 @@ from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.tier.lease import Holder, lives_here
 from tieredckpt.engine.wire_types import Failure
-from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError
+from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format.layout import MARKER
 
@@ -209,7 +209,12 @@ class Agent:
             return False
         if not self._places:
             self._places = list((await places_of(self._config)).values())
-        found = [each for each in await in_thread(find_ram, self._root) if each.rank is None and not each.lost]
+        try:
+            ram = await in_thread(find_ram, self._root)
+        except TierUnavailable as error:  # no file can be opened now
+            _log.info("RAM cannot be looked for: %s", error)
+            return False
+        found = [each for each in ram if each.rank is None and not each.lost]
         near = [await judged_within(_LOOK_AT_PLACES, each) for each in found if notes([each], self._places)]
         # RAM of a store that a person removed is promoted only while a trainer uses it: the trainer knows better.
         mine = [each for each in near if each.user or each.holding or may_return([each], self._places)]

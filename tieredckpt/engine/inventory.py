@@ -214,7 +214,7 @@ def _source(
         try:
             return StepSource.open(state, state.find(number, serial))
         except NotFound:
-            if number is serial is None or not derived:
+            if (number is None and serial is None) or not derived:
                 raise
     return open_derived(derived)
 

@@ -51,6 +51,8 @@ def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
             return TierUnavailable(f"{what}; raise the limit on the size of a file (`ulimit -f`, or the file system's)")
         case errno.EMFILE | errno.ENFILE:
             return TierUnavailable(f"{what}; close some, or raise their limit (`ulimit -n`, or the system's)")
+        case errno.ENOMEM:
+            return TierUnavailable(f"{what}; free memory of this machine, or raise the limit of this process")
         case errno.EEXIST:
             return Conflict(f"{path} exists already")
         case errno.ELOOP:

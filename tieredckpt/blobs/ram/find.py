@@ -25,7 +25,7 @@ from tieredckpt.blobs.ram.folder import (
 )
 from tieredckpt.blobs.ram.owner import Owner, is_removed, look_at, read_owner
 from tieredckpt.blobs.ram.slab_meta import has_slab, slab_bytes
-from tieredckpt.errors import Conflict, Corrupt
+from tieredckpt.errors import Conflict, Corrupt, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.marker import StoreMarker, decode_marker
 
@@ -88,7 +88,9 @@ def judged(found: FoundRam) -> FoundRam:
             holding.append(place.location)
             continue
         path = Path(place.location)
-        there = marker_at(path)
+        there = None
+        with contextlib.suppress(TierUnavailable):  # no file can be opened now
+            there = marker_at(path)
         if there.store == found.store if there is not None else os.path.lexists(path / layout.MARKER):
             holding.append(place.location)  # also by a marker that is damaged
         elif there is None and place.seen and not is_removed(place, look_at(path)):

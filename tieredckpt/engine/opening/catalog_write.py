@@ -19,7 +19,7 @@ from tieredckpt.engine.opening.catalog_read import stamp_of
 from tieredckpt.engine.tier.catalog_cache import CatalogFile, Stamp
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format import layout
-from tieredckpt.format.catalog import Catalog, CatalogStep, encode_catalog
+from tieredckpt.format.catalog import MAX_CATALOG, Catalog, CatalogStep, encode_catalog
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.ocdbt import Extent
 
@@ -27,8 +27,8 @@ __all__ = ["write_catalog"]
 
 _CHUNKS_EACH = 2 << 20
 """About how many chunks one catalog lists, in 64 MiB."""
-_STEPS_EACH = 64 << 20
-"""About how many bytes of steps one catalog has: then none is larger than a reader takes."""
+_STEP_BYTES_EACH = 64 << 20
+"""About how many bytes of steps one catalog has: then none of several is larger than a reader takes."""
 _LISTED_WITH_IT = 8
 """All steps are listed at once if the tier holds at most so many for each step that is looked for."""
 _LARGE = 32 << 20
@@ -149,7 +149,7 @@ def _shares(counts: NDArray[np.int64], nbytes: NDArray[np.int64]) -> Iterator[tu
     chunks, steps = (np.concatenate([[0], np.cumsum(each)]) for each in (counts, nbytes))
     pack = step = 0
     while pack < len(counts) or step < len(nbytes):
-        last, end = _reach(chunks, pack, _CHUNKS_EACH), _reach(steps, step, _STEPS_EACH)
+        last, end = _reach(chunks, pack, _CHUNKS_EACH), _reach(steps, step, _STEP_BYTES_EACH)
         yield slice(pack, last), slice(int(chunks[pack]), int(chunks[last])), slice(step, end)
         pack, step = last, end
 
@@ -178,6 +178,8 @@ def _entry(step: StepId, record: StepRecord, stamp: Stamp) -> CatalogStep:
 async def _put(tier: Tier, catalog: Catalog, stamps: Mapping[StepId, Stamp]) -> None:
     known, key = tier.steps.catalogued, layout.catalog_key(secrets.token_hex(16))
     data = await asyncio.to_thread(encode_catalog, catalog)
+    if len(data) > MAX_CATALOG:
+        return  # one step with metrics beyond all measure: it is read at each opening
     await tier.store.put(key, [data])
     # What was committed anew meanwhile has another stamp, or none yet.
     steps = frozenset(step for step, stamp in stamps.items() if known.stamps.get(step) == stamp)

@@ -346,7 +346,7 @@ async def test_there_are_few_catalogs_written_a_few_times_and_none_of_what_has_g
 async def test_steps_with_more_metrics_than_one_catalog_may_have_are_divided_among_several(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog_write, "_STEPS_EACH", 6 << 10)
+    monkeypatch.setattr(catalog_write, "_STEP_BYTES_EACH", 6 << 10)
     monkeypatch.setattr(catalog_read, "MAX_CATALOG", 16 << 10)
     steps = range(1, 9)
     async with place.opened() as store:

@@ -278,8 +278,8 @@ class Replication:
         except TieredCkptError as error:
             failure = Failure.of(error)
             ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
-        if step not in self._own.steps.held:
-            return  # it was evicted meanwhile: the copies of an older one are still of use
+        if step not in self._own.steps.held or step in self._own.steps.leaving | self._state.deleting:
+            return  # it was evicted meanwhile, or is about to be: the copies of an older one are still of use
         if failure is None:
             for part, _, rank in request.copies:
                 self._note(step, part, rank)
