@@ -181,6 +181,24 @@ async def test_a_folder_that_was_moved_to_another_file_system_finds_its_ram_agai
         assert await place.newest("q/p") == 1
 
 
+async def test_a_folder_that_was_moved_is_no_copy_at_a_moment_when_no_file_can_be_opened(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.killed("p", 1, promote="always")
+    shutil.copytree(place.base / "p", place.base / "q")
+    shutil.rmtree(place.base / "p")
+    reads = find.marker_at
+
+    def short_of_descriptors(path: Path) -> Any:
+        if path.is_relative_to(place.base / "p"):
+            with descriptors_left(0):
+                return reads(path)
+        return reads(path)
+
+    monkeypatch.setattr(find, "marker_at", short_of_descriptors)
+    assert await place.newest("q") == 1
+
+
 async def test_who_writes_to_a_copied_folder_is_refused_with_both_folders_and_who_reads_goes_on(place: Place) -> None:
     await place.killed("p", 1, promote="always")
     await place.killed("p", 2)

@@ -241,10 +241,15 @@ class Replication:
                 continue
             await self._replicate_on_all(request)
 
+    def _stays(self, step: StepId) -> bool:
+        """Whether RAM here holds the step, and nobody evicts or deletes it just now."""
+        return step in self._own.steps.held and step not in self._own.steps.leaving | self._state.deleting
+
     def _next(self) -> Replicate | None:
         """The missing copies of the newest step, if they can be made."""
-        step = max((step for step in self._own.steps.held if self._state.on_line(step.serial)), default=None)
-        if step is None or step in self._tried or self._own.steps.held[step].record.ranks != self._group.size:
+        held = self._own.steps.held
+        step = max((step for step in held if self._state.on_line(step.serial) and self._stays(step)), default=None)
+        if step is None or step in self._tried or held[step].record.ranks != self._group.size:
             return None
         has = self._has.get(step, {})
         if len(has) < self._group.size:
@@ -261,8 +266,7 @@ class Replication:
         return Replicate(self._ordered, step.step, step.serial, tuple(copies))
 
     async def _replicate_on_all(self, request: Replicate) -> None:
-        step = StepId(request.serial, request.step)
-        begin = time.monotonic()
+        step, begin = StepId(request.serial, request.step), time.monotonic()
         self._group.publish(request)
         topic, failure, sent = f"replicas/done/{request.number}", None, 0
         patience = self._group.deadline + self._own.steps.held[step].record.nbytes / self._slowest
@@ -278,7 +282,7 @@ class Replication:
         except TieredCkptError as error:
             failure = Failure.of(error)
             ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
-        if step not in self._own.steps.held or step in self._own.steps.leaving | self._state.deleting:
+        if not self._stays(step):
             return  # it was evicted meanwhile, or is about to be: the copies of an older one are still of use
         if failure is None:
             for part, _, rank in request.copies:
@@ -288,8 +292,7 @@ class Replication:
             self._has = {known: has for known, has in self._has.items() if known >= step}
         else:
             self._tried.add(step)
-        seconds = time.monotonic() - begin
-        result = Replicated(request.step, request.serial, self.copies, sent, seconds, failure, ranks)
+        result = Replicated(request.step, request.serial, self.copies, sent, time.monotonic() - begin, failure, ranks)
         self._group.publish(result)
         await self.apply_result(result)
 

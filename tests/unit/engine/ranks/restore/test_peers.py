@@ -19,8 +19,10 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.engine.ranks.replicas import replication
 from tieredckpt.engine.ranks.restore.transfer import PEERS
-from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.ram import Ram
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid, TierUnavailable
 from tieredckpt.events import ReplicationFailed, StepEvicted, StepReplicated
 from tieredckpt.format.manifest import StepId
@@ -134,17 +136,33 @@ async def test_a_part_that_comes_back_after_its_step_was_evicted_brings_the_step
         assert [await store.where(1) for store in ranks.stores] == [("disk",)] * 4
 
 
+@pytest.mark.parametrize("deleted", ["before", "meanwhile"])
 async def test_a_copy_that_comes_after_its_step_was_deleted_does_not_stay(
-    place: RanksPlace, monkeypatch: pytest.MonkeyPatch
+    place: RanksPlace, monkeypatch: pytest.MonkeyPatch, deleted: str
 ) -> None:
     """The next opening could have brought the step back, and the copies of the step before had gone for it."""
     receive_part, may_come, waits = replication.receive_part, threading.Event(), threading.Event()
+    retract, may_go = commit_file.retract_from_ram, threading.Event()
+    replicate, ended = replication.Replication._replicate_on_all, threading.Event()
 
     async def late(state: Any, transfer: Any, tier: Any, source: int, make_room: Any) -> StepId:
         if source == 3:
             waits.set()
             assert await asyncio.to_thread(may_come.wait, SOON)
         return await receive_part(state, transfer, tier, source, make_room)
+
+    async def slow(tier: Tier, ram: Ram, step: StepId) -> None:
+        if tier is ranks[0]._life.engine.state.tiers[0] and step.step == 2:
+            assert await asyncio.to_thread(may_go.wait, SOON)
+        await retract(tier, ram, step)
+
+    async def to_the_end(self: replication.Replication, request: Any) -> None:
+        await replicate(self, request)
+        ended.set()
+
+    async def leaves(store: CheckpointStore) -> None:
+        while not store._life.engine.state.tiers[0].steps.leaving:
+            await asyncio.sleep(0.01)
 
     def copies() -> list[set[int]]:
         kept = (store._life.engine.mode.ranked.replicas.kept.values() for store in ranks.stores)
@@ -162,10 +180,20 @@ async def test_a_copy_that_comes_after_its_step_was_deleted_does_not_stay(
         await ranks.save(1)
         await ranks.replicated(1)
         monkeypatch.setattr(replication, "receive_part", late)
+        monkeypatch.setattr(replication.Replication, "_replicate_on_all", to_the_end)
         await ranks.save(2)
         assert await asyncio.to_thread(waits.wait, SOON)
         await ranks[0]._life.loop.call(unread(ranks[0]))
-        await ranks[0].delete(2, force=True)
+        if deleted == "before":
+            may_go.set()
+        monkeypatch.setattr(commit_file, "retract_from_ram", slow)
+        deleting = asyncio.create_task(ranks[0].delete(2, force=True))
+        if deleted == "meanwhile":
+            await ranks[0]._life.loop.call(leaves(ranks[0]))
+            may_come.set()
+            assert await asyncio.to_thread(ended.wait, SOON)
+            may_go.set()
+        await deleting
         for heard in ranks.heard:
             await heard.first(StepEvicted, lambda event: (event.step, event.tier) == (2, "ram"))
         may_come.set()
