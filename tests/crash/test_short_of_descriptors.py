@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.scenes import SOON, config, folder, ram
+from support.limits import descriptors_left
+from support.scenes import SOON, config, folder, ram, tree
 
+from tieredckpt import CheckpointStore
+from tieredckpt.agent.agent import Agent
+from tieredckpt.blobs.ram import find
 from tieredckpt.config import StoreConfig
+from tieredckpt.events import Events
 
 SHORT = """
 import json, os, resource, sys, time
@@ -147,3 +154,32 @@ def test_what_is_only_in_ram_stays_there_while_no_file_can_be_opened(shared_memo
     command = [sys.executable, "-c", ONLY_IN_RAM, told, str(SOON)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+async def test_an_agent_that_stays_goes_on_looking_after_a_moment_when_no_file_can_be_opened(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings(name: str) -> StoreConfig:
+        return config({"ram": ram(shared_memory, on_close="keep"), "disk": folder(tmp_path / name)})
+
+    async with CheckpointStore.open(settings("of another store")) as store:
+        await store.save(1, tree(1))
+    reads, looks = find.marker_at, 0
+
+    def short_of_descriptors(path: Path) -> Any:
+        nonlocal looks
+        looks += 1
+        with descriptors_left(0):
+            return reads(path)
+
+    monkeypatch.setattr(find, "marker_at", short_of_descriptors)
+    agent = asyncio.create_task(Agent(settings("of the agent"), Events(), "stays").run())
+    try:
+        async with asyncio.timeout(SOON):
+            while looks < 3:
+                assert not agent.done()
+                await asyncio.sleep(0.01)
+    finally:
+        agent.cancel()
+        await asyncio.wait([agent])
+    assert agent.cancelled()
