@@ -163,7 +163,7 @@ def _reader(btree: bytes, btree_path: str) -> NodeReader:
     view = memoryview(btree)
 
     def read(path: str, offset: int, length: int) -> memoryview:
-        if path != btree_path:
+        if path != btree_path or offset + length > len(view):
             raise Corrupt(f"{btree_path}: no node at {path!r}, offset {offset}, length {length}")
         return view[offset : offset + length]
 

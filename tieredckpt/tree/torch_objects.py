@@ -28,10 +28,16 @@ def _generator(parts: tuple[str, bytes]) -> object:
     return generator
 
 
+def _size(parts: tuple[int, ...]) -> torch.Size:
+    if any(type(length) is not int for length in parts):
+        raise ValueError("a length is no integer")
+    return torch.Size(parts)
+
+
 CODECS: dict[type, Codec] = {
     torch.dtype: Codec("torch-dtype", str, _dtype),
     torch.device: Codec("torch-device", str, torch.device),
-    torch.Size: Codec("torch-size", tuple, torch.Size),
+    torch.Size: Codec("torch-size", tuple, _size),
     torch.Generator: Codec(
         "torch-generator",
         lambda generator: (str(generator.device), generator.get_state().cpu().numpy().tobytes()),

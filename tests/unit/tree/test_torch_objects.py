@@ -66,6 +66,7 @@ def test_a_generator_of_a_device_that_is_not_here_is_its_state() -> None:
         ObjectNode("torch-device", "os.system"),
         ObjectNode("torch-device", []),
         ObjectNode("torch-size", ["a"]),
+        ObjectNode("torch-size", [True, 2]),
         ObjectNode("torch-size", 3),
         ObjectNode("torch-generator", ["cpu", {"type": "bytes", "value": "AAAA"}]),
         ObjectNode("torch-generator", ["cpu", {"type": "bytes", "value": "/" * 6740 + "//8="}]),
