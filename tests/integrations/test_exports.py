@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.frameworks import need_modules, require
+from support.scenes import SOON
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config.formats import format_named, formats
@@ -101,6 +103,9 @@ def test_an_export_of_dcp_holds_one_array_at_a_time_beside_those_of_a_tuple(
         for info, array in read(self, arrays):
             alive[info.key] += 1
             weakref.finalize(array, alive.__delitem__, info.key)
+            until = time.monotonic() + SOON
+            while len(alive) > 2 >= most and time.monotonic() < until:
+                time.sleep(0.01)  # the engine's loop lets go of the part that it has read a moment later
             most = max(most, len(alive))
             yield info, array
 
@@ -120,7 +125,7 @@ def test_an_export_of_dcp_holds_one_array_at_a_time_beside_those_of_a_tuple(
             store.flush()
     finally:
         gc.enable()
-    assert most <= 4  # that which is written, and the next one; and before them, both of the tuple
+    assert most <= 2  # that which is written, and the next one; and before them, both of the tuple
     read_back = format_named("dcp").read
     assert read_back is not None
     found = read_back(tmp_path / "out" / "step-7")

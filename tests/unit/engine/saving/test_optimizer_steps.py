@@ -5,15 +5,36 @@ from __future__ import annotations
 import importlib
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from support.devices import need_cuda
 from support.lazy_saves import SIZE
 from support.scenes import SOON
 
 from tieredckpt import CheckpointStore, Invalid
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.saving import lazy
+
+
+def about_to_step(**options: Any) -> tuple[Any, Any]:
+    """A parameter that has a gradient, and an optimizer of it."""
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(SIZE))
+    parameter.grad = torch.ones(SIZE)
+    return parameter, torch.optim.SGD([parameter], lr=1, **options)
+
+
+@contextmanager
+def waiting_for(held_back: threading.Event) -> Iterator[None]:
+    """Let the copy go on in a moment; what is called in the block must not end before."""
+    timer = threading.Timer(0.05, held_back.set)
+    timer.start()
+    yield
+    assert held_back.is_set()
+    timer.join()
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -23,8 +44,8 @@ def test_the_step_of_a_torch_optimizer_waits_for_the_copy(
 ) -> None:
     """Fused steps change parameters without counting that."""
     torch = pytest.importorskip("torch")
-    if where == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    if where == "cuda":
+        need_cuda()
     parameter = torch.nn.Parameter(torch.ones(SIZE, device=where))
     options: dict[str, Any] = {
         "foreach": {"foreach": True},
@@ -38,11 +59,8 @@ def test_the_step_of_a_torch_optimizer_waits_for_the_copy(
             before = parameter.detach().clone()
             checkpoint = store.save(step, {"p": parameter, "o": optimizer.state_dict()["state"]}, capture="lazy")
             parameter.grad = torch.ones(SIZE, device=where)
-            timer = threading.Timer(0.05, held_back.set)
-            timer.start()
-            optimizer.step()
-            assert held_back.is_set()
-            timer.join()
+            with waiting_for(held_back):
+                optimizer.step()
             assert not torch.equal(parameter, before)
             checkpoint.reached("disk")
             restored = store.restore(as_="torch")
@@ -52,10 +70,7 @@ def test_the_step_of_a_torch_optimizer_waits_for_the_copy(
 
 def test_a_step_goes_on_whatever_else_is_called_before_it(tiers: StoreConfig) -> None:
     """torch walks over its hooks while it calls them: none may go meanwhile."""
-    torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(SIZE))
-    parameter.grad = torch.ones(SIZE)
-    optimizer = torch.optim.SGD([parameter], lr=1)
+    parameter, optimizer = about_to_step()
     register = importlib.import_module("torch.optim.optimizer").register_optimizer_step_pre_hook
     calls: list[int] = []
     with CheckpointStore.open(tiers).sync() as store:
@@ -77,10 +92,7 @@ def test_a_step_while_another_thread_confirms_comes_after_the_copy_and_does_not_
     tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a warning of preemption, or a task that awaits `reached`, comes beside the training."""
-    torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(SIZE))
-    parameter.grad = torch.ones(SIZE)
-    optimizer = torch.optim.SGD([parameter], lr=1)
+    parameter, optimizer = about_to_step()
     compares, stepped = threading.Event(), threading.Event()
     is_unchanged, trainer = lazy._is_unchanged, threading.get_ident()
 
@@ -108,9 +120,7 @@ def test_a_step_while_another_thread_confirms_comes_after_the_copy_and_does_not_
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch compiles with
 def test_a_compiled_step_waits_for_the_copy(tiers: StoreConfig, held_back: threading.Event) -> None:
     torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(SIZE))
-    parameter.grad = torch.ones(SIZE)
-    optimizer = torch.optim.SGD([parameter], lr=1)
+    parameter, optimizer = about_to_step()
 
     @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
     def step() -> None:
@@ -122,11 +132,8 @@ def test_a_compiled_step_waits_for_the_copy(tiers: StoreConfig, held_back: threa
             held_back.clear()
             before = parameter.detach().clone()
             checkpoint = store.save(number, {"p": parameter}, capture="lazy")
-            timer = threading.Timer(0.05, held_back.set)
-            timer.start()
-            step()
-            assert held_back.is_set()
-            timer.join()
+            with waiting_for(held_back):
+                step()
             checkpoint.reached("ram")
             step()
             restored = store.restore(number, as_="torch")
@@ -153,21 +160,15 @@ def test_a_step_after_a_failed_lazy_save_does_not_raise(tiers: StoreConfig, held
 def test_the_step_of_a_torch_optimizer_waits_for_the_copy_also_while_the_store_is_closed(
     tiers: StoreConfig, held_back: threading.Event
 ) -> None:
-    torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.ones(SIZE))
-    parameter.grad = torch.ones(SIZE)
-    optimizer = torch.optim.SGD([parameter], lr=1, fused=True)
+    parameter, optimizer = about_to_step(fused=True)
     store = CheckpointStore.open(tiers).sync().__enter__()
     store.save(1, {"w": parameter}, capture="lazy")
     closing = threading.Thread(target=store.close)
     closing.start()
     while not store._life.loop.thread.closing:
         time.sleep(0.001)
-    timer = threading.Timer(0.05, held_back.set)
-    timer.start()
-    optimizer.step()
-    assert held_back.is_set()
-    timer.join()
+    with waiting_for(held_back):
+        optimizer.step()
     closing.join()
     with CheckpointStore.open(tiers).sync() as store:
         restored = store.restore(1)
