@@ -390,7 +390,7 @@ class RanksMachine(RuleBasedStateMachine):
             assert (each.step, each.serial) == (first.step, first.serial)
 
     def wait_long(self) -> None:
-        """Let ranks wait long for each other, when no save waits any more for a rank that skips it."""
+        """Once no save waits for a rank that skips it, let the ranks wait long for each other."""
         if not self.patient:
             self.run(none(self.ranks.stores, waiting))
             self.ranks.let_wait(SOON)

@@ -130,6 +130,13 @@ def values(seed: int) -> dict[str, Any]:
     }
 
 
+def need_cuda(devices: int = 1) -> None:
+    """Skip the test where there are fewer CUDA devices."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available() or torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} CUDA devices")
+
+
 @contextmanager
 def rig(kind: str, devices: int = 1, **how: Any) -> Iterator[Any]:
     """Devices of a kind; the test is skipped where there are none. ``how`` is for the fake one alone."""
@@ -137,9 +144,7 @@ def rig(kind: str, devices: int = 1, **how: Any) -> Iterator[Any]:
         if kind == "fake":
             yield FakeRig(until_end.enter_context(FakeDriver(devices, **how)))
             return
-        torch = pytest.importorskip("torch")
-        if not torch.cuda.is_available() or torch.cuda.device_count() < devices:
-            pytest.skip(f"needs {devices} CUDA devices")
+        need_cuda(devices)
         yield CudaRig()
 
 

@@ -1,4 +1,4 @@
-"""What probably is a mistake in a configuration is told of, and what can hold no step is refused."""
+"""A store warns of probable mistakes in its configuration, and refuses tiers that can hold no step."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ async def test_a_store_none_of_whose_tiers_can_hold_the_newest_step_is_refused_a
     )
     assert second.startswith("tier 'far' with its 128 KiB")
     caplog.clear()
-    async with CheckpointStore.open(store()) as opened:  # one tier is enough, and the other is told of
+    async with CheckpointStore.open(store()) as opened:  # one tier is enough; the log names the other
         assert "tier 'disk' with its 64 KiB cannot hold" in caplog.text
         await opened.flush()
         assert await opened.where(1) == ("ram", "far")

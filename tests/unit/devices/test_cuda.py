@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.devices import EVERY_KIND
+from support.devices import EVERY_KIND, need_cuda
 from support.scenes import CHUNK
 
 torch = pytest.importorskip("torch")
@@ -51,8 +51,7 @@ class Immediate:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where tensors are made."""
     if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+        need_cuda()
         yield "cuda"
         return
     for name in ("Stream", "Event"):

@@ -150,8 +150,8 @@ class PendingSaves:
             self._tell_refused()
 
     def _tell_refused(self) -> None:
-        """Let the next call begin, and tell of those that never will, once all before them have begun."""
-        self._turn_ended.notify()  # first: to tell of one may fail, and no other waits for that
+        """Let the next call begin, and announce each refused call once all before it have begun."""
+        self._turn_ended.notify()  # first: an announcement may fail, and no other call may wait for that
         for turn, refused in tuple(self._turns.items()):
             if refused is None:
                 break

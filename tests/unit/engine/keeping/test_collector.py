@@ -1,4 +1,4 @@
-"""What no step needs goes, and what a step needs stays, whatever else is under way."""
+"""A collection deletes what no step needs and keeps what a step needs, whatever else is under way."""
 
 from __future__ import annotations
 

@@ -25,17 +25,6 @@ from tieredckpt.engine.tier import lease
 from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
 
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    return tmp_path / "disk"
-
-
-@pytest.fixture
-def two_tiers(shared_memory: Path, disk: Path) -> StoreConfig:
-    return config({"ram": ram(shared_memory), "disk": folder(disk, retain="all")})
-
-
 COMPRESSIBLE = 256 << 10
 """Bytes of `compressible`."""
 

@@ -15,16 +15,6 @@ from tieredckpt.errors import NoSpace
 from tieredckpt.events import StepEvicted, TierFailed, TierRecovered
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    return tmp_path / "disk"
-
-
-@pytest.fixture
-def two_tiers(shared_memory: Path, disk: Path) -> StoreConfig:
-    return config({"ram": ram(shared_memory), "disk": folder(disk, retain="all")})
-
-
 async def test_a_full_tier_is_reported_and_caught_up(two_tiers: StoreConfig, faults: FaultyTiers) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         heard = Heard(store)

@@ -21,11 +21,6 @@ from tieredckpt.format.manifest import StepId
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    return tmp_path / "disk"
-
-
-@pytest.fixture
 def two_tiers(shared_memory: Path, disk: Path) -> StoreConfig:
     return config({"ram": ram(shared_memory), "disk": folder(disk)})
 

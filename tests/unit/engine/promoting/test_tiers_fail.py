@@ -39,16 +39,6 @@ from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    return tmp_path / "disk"
-
-
-@pytest.fixture
-def two_tiers(shared_memory: Path, disk: Path) -> StoreConfig:
-    return config({"ram": ram(shared_memory), "disk": folder(disk, retain="all")})
-
-
-@pytest.fixture
 def three_tiers(shared_memory: Path, tmp_path: Path, disk: Path) -> StoreConfig:
     return config({"ram": ram(shared_memory), "disk": folder(disk), "far": folder(tmp_path / "far")})
 

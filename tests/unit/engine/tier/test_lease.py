@@ -50,11 +50,6 @@ exec setpriv --bounding-set=-sys_ptrace "$@"
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    return tmp_path / "disk"
-
-
-@pytest.fixture
 def on_disk(disk: Path) -> StoreConfig:
     return config({"disk": folder(disk)})
 
