@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
 
 from tieredckpt.engine.keeping.collector import Collected, Collector
 from tieredckpt.engine.keeping.safety import check_deletable, check_unread
 from tieredckpt.engine.repairing.repack import collect_on
 from tieredckpt.engine.repairing.scrub import scrub
-from tieredckpt.engine.repairing.verify import Verified, Verifier
+from tieredckpt.engine.repairing.verify import Verified, Verifier, to_verify
 from tieredckpt.engine.restoring.lookup import never_read
 from tieredckpt.engine.state.adoption import adopt_if_gone
 from tieredckpt.engine.state.state import State
@@ -163,45 +162,43 @@ class Admin:
         progress: Callable[[int], None] | None,
     ) -> list[Verified]:
         """Read all of a step on one tier or on every tier that holds it, and repair what is damaged if asked."""
-        verifier = self._verifier(name, repair, progress)
-        if name in self.derived:
-            return await self.derived[name].verify(number, serial, name, repair=repair, progress=progress)
-        if name is not None or not self.derived:
-            return await verifier.verify(number, serial, name)
+        self._check_repair(repair, name)
+        step, tiers = to_verify(self._state, number, serial, name)
         found: list[Verified] = []
-        missing: NotFound | None = None
-        try:
-            found += await verifier.verify(number, serial, None)
-        except NotFound as error:
-            missing = error
-        if found and (step := found[0].id) is not None:
-            number, serial = step.step, step.serial
-        for each, theirs in self.derived.items():
-            with suppress(NotFound):
-                found += await theirs.verify(number, serial, each, repair=repair, progress=progress)
-        if not found and missing is not None:
-            raise missing
+        for tier in tiers:
+            try:
+                found += await self._verify_on(step, tier, repair=repair, progress=progress)
+            except NotFound:
+                if tier is tiers[-1] and not found:
+                    raise  # else it left a tier meanwhile, and what the others hold is told all the same
         return found
+
+    async def _verify_on(
+        self, step: StepId, tier: Tier, *, repair: bool, progress: Callable[[int], None] | None
+    ) -> list[Verified]:
+        if (theirs := self._of_derived(tier.name)) is not None:
+            return await theirs.verify(step.step, step.serial, tier.name, repair=repair, progress=progress)
+        return [await Verifier(self._state, self._collector, repair, progress).on(step, tier)]
 
     async def scrub(
         self, name: str | None, *, repair: bool, rate: float | None, progress: Callable[[int], None] | None
     ) -> list[Verified]:
         """See `tieredckpt.engine.repairing.scrub`."""
-        verifier = self._verifier(name, repair, progress)
+        self._check_repair(repair, name)
         if name in self.derived:
             return await self.derived[name].scrub(name, repair=repair, rate=rate, progress=progress)
+        verifier = Verifier(self._state, self._collector, repair, progress)
         found = await scrub(verifier, self._tiers if name is None else (self._state.tier(name),), rate)
         for each, theirs in self.derived.items() if name is None else ():
             found += await theirs.scrub(each, repair=repair, rate=rate, progress=progress)
         return found
 
-    def _verifier(self, name: str | None, repair: bool, progress: Callable[[int], None] | None) -> Verifier:
-        """The verifier of the tier ``name``, or of all. Raises `Invalid` if this process cannot ``repair`` it."""
+    def _check_repair(self, repair: bool, name: str | None) -> None:
+        """Raise `Invalid` if this process cannot repair the tier ``name``, or any."""
         if repair:
             self._state.check_writable("repair")
         if repair and name is not None:
             self._check_ours(f"repair tier {name!r}", self._state.manages(self._state.any_tier(name)))
-        return Verifier(self._state, self._collector, repair, progress)
 
 
 class DerivedAdmin(Admin):

@@ -495,6 +495,25 @@ async def test_an_agent_derives_and_its_trainer_knows(tmp_path: Path, shared_mem
         assert (found.tier, found.intact) == ("archive", True)
 
 
+@pytest.mark.parametrize("promote_in", ["trainer", "agent"])
+async def test_a_step_of_which_only_a_damaged_lossy_copy_is_left_can_be_verified(
+    tmp_path: Path, shared_memory: Path, promote_in: str
+) -> None:
+    settings_ = lossy_config(tmp_path, shared_memory).model_copy(update={"promote_in": promote_in})
+    async with CheckpointStore.open(settings_) as store:
+        for step in (1, 2):
+            await store.save(step, tree(step))
+            await store.flush()
+        await drop_from_ram(store)
+        first, _ = await store.steps()
+        assert (first.tiers, first.lossy) == ((), ("archive",))
+    (manifest,) = (tmp_path / "archive" / "derived" / "steps").glob("*1-*/manifest.ocdbt")
+    manifest.write_bytes(b"torn")
+    async with CheckpointStore.open(settings_) as store:
+        (found,) = await store.verify(1)
+        assert (found.tier, found.intact, bool(found.problem)) == ("archive", False, True)
+
+
 async def test_several_ranks_derive_from_what_all_see(
     tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

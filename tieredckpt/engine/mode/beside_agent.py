@@ -15,14 +15,13 @@ from tieredckpt.engine.keeping.safety import check_unread
 from tieredckpt.engine.mode.alone import Alone, Changed
 from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
 from tieredckpt.engine.repairing.verify import Verified
-from tieredckpt.engine.restoring.lookup import find_derived
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Invalid, NotFound, TierUnavailable
+from tieredckpt.errors import Invalid, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
@@ -106,37 +105,16 @@ class AgentAdmin(Admin):
         theirs: list[Collected] = await self._link.ask(messages.Collect(), list[Collected])
         return mine + theirs
 
-    async def verify(
-        self,
-        number: int | None,
-        serial: int | None,
-        name: str | None,
-        *,
-        repair: bool,
-        progress: Callable[[int], None] | None,
+    def _check_repair(self, repair: bool, name: str | None) -> None:
+        """Check nothing: the agent repairs its tiers."""
+
+    async def _verify_on(
+        self, step: StepId, tier: Tier, *, repair: bool, progress: Callable[[int], None] | None
     ) -> list[Verified]:
-        """See `Admin.verify`."""
-        derived = {each.target.name: each for each in self._state.derivations}
-        state = derived.get(name or "", self._state)
-        try:
-            step = state.find(number, serial, damaged=number is not None)
-        except NotFound:
-            copies = find_derived(state, number, serial=serial) if name is None else []
-            if not copies:
-                raise
-            step = copies[0][0]
-        tiers = self._state.every_tier if name is None else (self._state.any_tier(name),)
-        holding = [tier.name for tier in tiers if step in tier.steps.held or step in tier.steps.damaged]
-        if not holding:
-            raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
-        found: list[Verified] = []
-        for each in holding:
-            if self._is_ours(each):
-                found += await super().verify(step.step, step.serial, each, repair=repair, progress=progress)
-            else:
-                operation = messages.Verify(step.step, step.serial, each, repair)
-                found += await self._link.ask(operation, list[Verified], progress=progress)
-        return found
+        if self._is_ours(tier.name):
+            return await super()._verify_on(step, tier, repair=repair, progress=progress)
+        operation = messages.Verify(step.step, step.serial, tier.name, repair)
+        return await self._link.ask(operation, list[Verified], progress=progress)
 
     async def scrub(
         self, name: str | None, *, repair: bool, rate: float | None, progress: Callable[[int], None] | None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.repairing.check import Scan
 from tieredckpt.engine.repairing.repair import inspect, repair_chunks, repair_index
+from tieredckpt.engine.restoring.lookup import find_derived
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -15,7 +16,7 @@ from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailabl
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepIndex
 
-__all__ = ["Verified", "Verifier"]
+__all__ = ["Verified", "Verifier", "to_verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,27 @@ class Verified:
         return self.repaired or not self.problem
 
 
+def to_verify(state: State, number: int | None, serial: int | None, name: str | None) -> tuple[StepId, list[Tier]]:
+    """The step of that number, else the newest, and the tiers that have it, exact or lossy; a named tier alone.
+
+    Raises `NotFound`, and `Corrupt` where no step can be read and ``number`` names none.
+    """
+    damaged = number is not None
+    try:
+        of_tier = next((each for each in state.derivations if each.target.name == name), state)
+        step = of_tier.find(number, serial, damaged=damaged)
+    except NotFound:
+        copies = find_derived(state, number, serial=serial, damaged=damaged) if name is None else []
+        if not copies:
+            raise
+        step = copies[0][0]
+    tiers = state.every_tier if name is None else (state.any_tier(name),)
+    having = [tier for tier in tiers if step in tier.steps.held or step in tier.steps.damaged.not_stale()]
+    if not having:
+        raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
+    return step, having
+
+
 @dataclass(frozen=True, slots=True)
 class Verifier:
     """Verifies what tiers hold, and repairs it on request."""
@@ -57,22 +79,6 @@ class Verifier:
     def repairs(self, tier: Tier) -> bool:
         """Whether damage on a tier is repaired."""
         return self.repair and self.state.manages(tier)
-
-    async def verify(self, number: int | None, serial: int | None, name: str | None) -> list[Verified]:
-        """Verify a step by its number, on one tier or on every tier that holds it, as `on`. Raises `NotFound`."""
-        step = self.state.find(number, serial, damaged=number is not None)
-        tiers = [self.state.tier(name)] if name is not None else list(self.state.tiers)
-        holding = [tier for tier in tiers if step in tier.steps.held or step in tier.steps.damaged.not_stale()]
-        if not holding:
-            raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
-        found = []
-        for tier in holding:
-            try:
-                found.append(await self.on(step, tier))
-            except NotFound:
-                if tier is holding[-1] and not found:
-                    raise  # else it left a tier meanwhile, and what the others hold is told all the same
-        return found
 
     async def on(self, step: StepId, tier: Tier, scan: Scan | None = None) -> Verified:
         """Read all of a step on a tier that holds it, compare every digest, and repair what is damaged if asked.

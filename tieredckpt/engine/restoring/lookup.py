@@ -61,17 +61,22 @@ async def copies(state: State, step: int | None, tier: str | None = None) -> lis
 
 
 def find_derived(
-    state: State, step: int | StepId | None, tier: str | None = None, *, serial: int | None = None
+    state: State,
+    step: int | StepId | None,
+    tier: str | None = None,
+    *,
+    serial: int | None = None,
+    damaged: bool = False,
 ) -> list[tuple[StepId, State]]:
     """The lossy copies of that step, or of the newest, each with the derivation that has it, nearest tier first.
 
     A number that was saved on several branches means that of the branch, else the newest. ``tier`` is the only one to
-    ask, ``serial`` which of several saves.
+    ask, ``serial`` which of several saves; with ``damaged``, copies count whose commit cannot be read.
     """
     found = [
         (held, each)
         for each in state.derivations
-        for held in each.target.steps.held
+        for held in (*each.target.steps.held, *(each.target.steps.damaged.not_stale() if damaged else ()))
         if step in (None, held, held.step) and serial in (None, held.serial) and tier in (None, each.target.name)
     ]
     order = ((step is not None and state.on_line(held.serial), held) for held, _ in found)
