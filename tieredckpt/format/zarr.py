@@ -171,7 +171,7 @@ def zarr_type(dtype: np.dtype[Any]) -> str:
         name = None
     if name is None:
         raise Invalid(
-            f"dtype {dtype} cannot be stored: convert the array to a number, bool or time type with a unit; "
+            f"an array of dtype {dtype} cannot be stored: convert the array to a number, bool or time type with a unit; "
             f"zarr holds {', '.join(_DTYPES)}"
         )
     return name

@@ -112,7 +112,7 @@ def checked_dtype(key: str, dtype: np.dtype[Any], rank: int) -> np.dtype[Any]:
     try:
         dtype_name(dtype)
     except Invalid as error:
-        raise Invalid(f"leaf {key!r}: an array of dtype {dtype} cannot be stored: {error}") from error
+        raise Invalid(f"leaf {key!r}: {error}") from error
     if rank > MAX_RANK:
         raise Invalid(f"leaf {key!r}: an array of {rank} dimensions cannot be stored; {MAX_RANK} is the most")
     return dtype
