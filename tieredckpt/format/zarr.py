@@ -171,8 +171,8 @@ def zarr_type(dtype: np.dtype[Any]) -> str:
         name = None
     if name is None:
         raise Invalid(
-            f"an array of dtype {dtype} cannot be stored: convert the array to a number, bool or time type with a unit; "
-            f"zarr holds {', '.join(_DTYPES)}"
+            f"an array of dtype {dtype} cannot be stored: convert the array to a number, bool or time type with a "
+            f"unit; zarr holds {', '.join(_DTYPES)}"
         )
     return name
 
