@@ -316,6 +316,7 @@ class Ranked:
     async def _not_promoted(self, failed: Aborted) -> None:
         assert failed.tier is not None
         step = StepId(failed.serial, failed.step)
+        self.commits.written.pop((step, failed.tier), None)
         reason = f"{step} was not committed on tier {failed.tier!r}: {failed.reason}"
         self._state.events.emit(CommitFailed(step.step, step.serial, failed.tier, failed.ranks, failed.reason))
         await self.votes.end_streamed(step, RanksUnavailable(reason, failed.ranks))

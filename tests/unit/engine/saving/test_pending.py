@@ -83,8 +83,8 @@ async def test_a_call_whose_loop_has_stopped_holds_up_neither_saves_nor_the_clos
         await (await store.save(3, {"w": full(3)})).reached("disk")
         await store.close()
     go_on.set()
-    ended = asyncio.gather(first, behind, return_exceptions=True)
-    assert isinstance((await asyncio.to_thread(loop.run_until_complete, ended))[0], Closed)
+    await asyncio.to_thread(loop.run_until_complete, asyncio.wait([first, behind]))
+    assert isinstance(first.exception(), Closed)
     loop.close()
 
 

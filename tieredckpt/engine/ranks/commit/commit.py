@@ -77,7 +77,7 @@ class Commits:
         self._executing: dict[tuple[StepId, str], asyncio.Task[None]] = {}
         """By step and tier: a step may be on its way to several tiers at once."""
         self.written: dict[tuple[StepId, str], int] = {}
-        """Bytes of the packs that this rank wrote of a step to a tier."""
+        """Bytes of the packs that this rank wrote of a step to a tier, until it is known whether it was committed."""
 
     # -- rank 0 ---------------------------------------------------------------------------------------
 
@@ -122,6 +122,7 @@ class Commits:
                 commit = partial(self._commit, step, tier, parts, begin)
                 return await evicting_older(self._state, self._collector, step, tier, commit)
         except Exception as error:
+            self.written.pop((step, tier.name), None)
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
             reason = Failure.of(error).text
             self._group.publish(Aborted(step.step, step.serial, tier.name, ranks, reason))

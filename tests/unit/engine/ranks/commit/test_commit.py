@@ -13,6 +13,7 @@ import tensorstore as ts
 from support.cohort import DEADLINE, RanksPlace, assert_whole, common, part, whole
 from support.insight import flip_chunk, index_of, tier_of
 from support.limits import limit
+from support.rank_insight import none, remembered
 from support.scenes import SOON, config, files_under, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
@@ -201,6 +202,15 @@ async def test_a_tier_that_fails_one_rank_is_tried_again(
         await ranks.reached(checkpoints, "disk")
         assert place.parts() == []
     await finds(place, 1)
+
+
+async def test_what_ranks_wrote_of_a_step_that_never_came_is_forgotten_with_the_step(place: Place) -> None:
+    async with place.open() as ranks:
+        ranks.faulty(1).fail("put", NoSpace("by script"), key="packs/*")
+        await ranks.save(1)
+        await ranks.failed(tier="disk")
+        await ranks[0].delete(1, force=True)
+        await none(ranks.stores, remembered)
 
 
 async def test_a_rank_that_hangs_while_it_writes_stalls_no_training(place: Place) -> None:
