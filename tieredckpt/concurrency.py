@@ -20,6 +20,7 @@ __all__ = [
     "outlast",
     "run_for",
     "shielded",
+    "side_by_side",
     "together",
     "until_done",
     "whole",
@@ -55,6 +56,20 @@ async def until_done(running: asyncio.Future[T], give_up: Callable[[], object]) 
 async def in_thread(function: Callable[..., T], *arguments: Any, pool: Executor | None = None) -> T:
     """Run ``function(*arguments)`` on a thread of ``pool``; a cancellation is raised when the call has ended."""
     return await until_done(asyncio.get_running_loop().run_in_executor(pool, function, *arguments), lambda: None)
+
+
+async def side_by_side(
+    threads: int, work: Callable[[], object], give_up: Callable[[], object], pool: Executor | None = None
+) -> None:
+    """Run ``work()`` on so many threads of ``pool`` at once; returns, or raises the first error, when all have ended.
+
+    ``give_up`` makes them end soon; it is called, perhaps several times, after an error or a cancellation.
+    """
+
+    async def one() -> None:
+        await until_done(asyncio.get_running_loop().run_in_executor(pool, work), give_up)
+
+    await together(one() for _ in range(threads))
 
 
 def on_own_thread(what: str, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
@@ -102,15 +117,29 @@ async def whole(work: Coroutine[Any, Any, T]) -> T:
     return await until_done(asyncio.ensure_future(work), lambda: None)
 
 
-async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all works at once; the first error ends the others, and is raised when they have ended."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+async def together(works: Iterable[Coroutine[Any, Any, None]], at_a_time: int | None = None) -> None:
+    """Run all works at once, or so many; the first error ends the others, and is raised when they have ended."""
+    turns = asyncio.Semaphore(at_a_time or 0)
+
+    def start(work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        if at_a_time is None:
+            return asyncio.ensure_future(work)
+        running = asyncio.ensure_future(_in_turn(work, turns))
+        running.add_done_callback(lambda _: work.close())  # one that is cancelled before its turn has not begun
+        return running
+
+    tasks = list(map(start, works))
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await outlast(asyncio.gather(*tasks, return_exceptions=True))
+
+
+async def _in_turn(work: Coroutine[Any, Any, None], turns: asyncio.Semaphore) -> None:
+    async with turns:
+        await work
 
 
 async def outlast(running: asyncio.Future[Any]) -> None:

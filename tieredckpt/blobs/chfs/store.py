@@ -309,13 +309,11 @@ class ChfsStore:
     async def _infos(self, link: Link, keys: Sequence[str]) -> Sequence[BlobInfo]:
         async def info(key: str) -> None:
             with suppress(NotFound):  # deleted meanwhile
-                async with turns:
-                    found = await self._object(link, key)
+                found = await self._object(link, key)
                 infos.append(BlobInfo(key, found.size, found.modified))
 
         infos: list[BlobInfo] = []
-        turns = asyncio.Semaphore(_STATS_AT_A_TIME)
-        await together(map(info, keys))
+        await together(map(info, keys), _STATS_AT_A_TIME)
         return infos
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -264,16 +263,14 @@ class Collector:
     async def _delete_packs(self, tier: Tier, dead: Collection[str]) -> int:
         tier.packs.forget_chunks(dead)  # before the files go, so that no promotion refers to them meanwhile
         freed = 0
-        turns = asyncio.Semaphore(_DELETES_AT_A_TIME if tier.store.traits.remote else 1)
 
         async def delete(key: str) -> None:
             nonlocal freed
-            async with turns:
-                await tier.confirm_lease()
-                await tier.store.delete(key)
+            await tier.confirm_lease()
+            await tier.store.delete(key)
             freed += tier.packs.drop(key)
 
-        await together([delete(key) for key in dead])
+        await together(map(delete, dead), _DELETES_AT_A_TIME if tier.store.traits.remote else 1)
         return freed
 
     async def _find_strays(self, tier: Tier) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Collection
 
@@ -47,21 +46,19 @@ async def read_indexes(tier: Tier, steps: Collection[StepId], use: Callable[[Ste
     marker are lost: then the tier is another one by now, or not mounted.
     """
     large = any(tier.steps.indexes.nbytes.get(step, 0) > _LARGE_INDEX for step in steps)
-    turns = asyncio.Semaphore(_INDEXES_AT_A_TIME if tier.store.traits.remote and not large else 1)
 
     async def read(step: StepId) -> None:
-        async with turns:
-            try:
-                index = await step_index.load(tier, step)
-            except (Corrupt, NotFound) as error:
-                if isinstance(error, NotFound):
-                    await marker_file.check(tier.store, tier.marker, tier.name, str(step))
-                if tier.steps.keeps(step):  # and is not being evicted, or was meanwhile
-                    _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
-                    tier.quarantine(step, error)
-            else:
-                tier.steps.indexes.packs[step] = packs_of(index.arrays)
-                if use is not None:
-                    use(index)
+        try:
+            index = await step_index.load(tier, step)
+        except (Corrupt, NotFound) as error:
+            if isinstance(error, NotFound):
+                await marker_file.check(tier.store, tier.marker, tier.name, str(step))
+            if tier.steps.keeps(step):  # and is not being evicted, or was meanwhile
+                _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
+                tier.quarantine(step, error)
+        else:
+            tier.steps.indexes.packs[step] = packs_of(index.arrays)
+            if use is not None:
+                use(index)
 
-    await together([read(step) for step in steps])
+    await together(map(read, steps), _INDEXES_AT_A_TIME if tier.store.traits.remote and not large else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,7 @@ async def _scan(tier: Tier, store: str | None, listed: Sequence[BlobInfo] | None
     large: list[StepId] = []
     for step in unread:  # before any is read: one that is deleted meanwhile has no size any more
         (large if tier.steps.indexes.nbytes.get(step, 0) > _LARGE_INDEX else small).append(step)
-    await _all(partial(read, step) for step in small)
+    await together(map(read, small), _PARALLEL_READS)
     for step in large:
         await read(step)
     rest = sorted(records)
@@ -92,7 +92,8 @@ async def _scan(tier: Tier, store: str | None, listed: Sequence[BlobInfo] | None
         tier.steps.held[step] = Held(record, btree_key, whole=False)
     if ram is None:
         unlisted = tier.packs.sizes.keys() - tier.steps.catalogued.packs
-        await _all(partial(_find_chunks, reads, key, tier.packs.sizes[key], footers) for key in sorted(unlisted))
+        finding = [_find_chunks(reads, key, tier.packs.sizes[key], footers) for key in sorted(unlisted)]
+        await together(finding, _PARALLEL_READS)
         tier.packs.duplicates.update(await asyncio.to_thread(_fill, tier, footers))
     elif ram.slab.writable:
         await _claim_extents(tier, ram)
@@ -185,7 +186,7 @@ async def _list_again(tier: Tier, but: Collection[StepId]) -> None:
     async def read(step: StepId) -> None:
         found[step] = await reads.of(step, partial(_read_step, tier, step))
 
-    await _all(partial(read, step) for step in unknown)
+    await together(map(read, unknown), _PARALLEL_READS)
     reads.check()
     for step, each in found.items():
         _apply(tier, step, folders[step], each)
@@ -230,17 +231,6 @@ async def _list_packs(tier: Tier, listed: Sequence[BlobInfo] | None) -> None:
 def _fill(tier: Tier, footers: Footers) -> dict[bytes, list[Extent]]:
     counts, tables = [np.empty(0, np.int64), *footers.counts], [np.empty(0, pack.RECORD), *footers.tables]
     return tier.packs.index.fill(footers.paths, np.concatenate(counts), np.concatenate(tables))
-
-
-async def _all(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
-    """Run all, a few at a time; the first error ends the others."""
-    limit = asyncio.Semaphore(_PARALLEL_READS)
-
-    async def limited(work: Callable[[], Awaitable[None]]) -> None:
-        async with limit:
-            await work()
-
-    await together([limited(work) for work in works])
 
 
 async def _find_step(reads: Reads, folders: Mapping[StepId, Mapping[str, BlobInfo]], step: StepId) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.base import Buffer
 from tieredckpt.blobs.codecs import BLOSC
-from tieredckpt.concurrency import until_done
+from tieredckpt.concurrency import side_by_side
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.views import write_bandwidth
@@ -82,9 +82,7 @@ async def seal_all(
                 return
             sealed[number] = seal(payload, encoding)
 
-    loop = asyncio.get_running_loop()
-    everyone = asyncio.gather(*(loop.run_in_executor(pool, work) for _ in range(min(threads, len(payloads)))))
-    await until_done(everyone, waiting.clear)
+    await side_by_side(min(threads, len(payloads)), work, waiting.clear, pool)
     return sealed
 
 

@@ -6,7 +6,6 @@ A `DerivedSource` reads a derived step from the one tier that has it, and derive
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -183,10 +182,9 @@ class _Plan:
 async def _rounded_index(state: State, exact: StepSource, tier: Tier, plan: _Plan) -> StepIndex:
     """The index of the derived step; remembers on the tier what each chunk became."""
     before, after = tier.rounded, dict[ToRound, RoundedChunk]()
-    turns = asyncio.Semaphore(_AT_A_TIME)
 
     async def find(key: str, ordinal: int, array: ArrayIndex, wanted: ToRound) -> None:
-        async with turns, state.scratch.lend(aligned(array.grid.cell_nbytes)) as memory:
+        async with state.scratch.lend(aligned(array.grid.cell_nbytes)) as memory:
             await exact.read(key, ordinal, memory)
             chunk = memory[: array.grid.cell_nbytes]
             found = await in_thread(_round, chunk, wanted.dtype, wanted.bound, pool=state.pool)
@@ -204,7 +202,7 @@ async def _rounded_index(state: State, exact: StepSource, tier: Tier, plan: _Pla
             else:
                 after[wanted] = RoundedChunk(chunk.digest, 0.0, exact=True)  # until it is found
                 work.append(find(key, ordinal, array, wanted))
-    await together(work)
+    await together(work, _AT_A_TIME)
     tier.rounded = after
     arrays: dict[str, ArrayIndex] = {}
     rounded: dict[str, Rounded] = {}

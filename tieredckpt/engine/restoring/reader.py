@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tieredckpt.blobs.base import GetDigested, Stretch
 from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.blobs.wrap import Overdue
-from tieredckpt.concurrency import in_thread, together, until_done
+from tieredckpt.concurrency import in_thread, side_by_side, together
 from tieredckpt.engine import limits
 from tieredckpt.engine.restoring.inlet import Inlet, landing_together
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece, Target, deliver, pieces_of, put_small
@@ -90,9 +90,8 @@ async def fill(state: State, source: StepSource, targets: Mapping[str, Target]) 
             pieces.append(piece)
             continue
         if digest(where) != piece.chunk.digest:
-            source.note(
-                source.tier, piece.key, piece.chunk, Corrupt(f"bytes of {piece.array!r} in the index are damaged")
-            )
+            why = Corrupt(f"bytes of {piece.array!r} in the index are damaged")
+            source.note(source.tier, piece.key, piece.chunk, why)
             damaged.append(piece)
             continue
         inline.append((piece, np.frombuffer(where, dtype=np.uint8)))
@@ -189,28 +188,16 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
                 intact = deliver(piece, ram.memory(piece.extent), ram.encoding)
             except Corrupt:
                 intact = False
-            except BaseException:
-                waiting.clear()  # the other threads end, too
-                raise
             if not intact:
                 failed.append(piece)
             if source.progress is not None:
                 source.progress(piece.nbytes)
 
-    loop = asyncio.get_running_loop()
     threads = min(state.config.copy_threads, len(pieces))
-    everyone = asyncio.gather(*(loop.run_in_executor(state.pool, work) for _ in range(threads)), return_exceptions=True)
-    ended = await until_done(everyone, waiting.clear)  # nothing writes into the caller's arrays any more
-    for error in ended:
-        if error is not None:
-            raise error
+    await side_by_side(threads, work, waiting.clear, state.pool)  # after which nothing writes into the caller's arrays
     for piece in failed:
-        source.note(
-            tier,
-            piece.key,
-            piece.chunk,
-            Corrupt(f"{source.step}: a chunk of {piece.array!r} changed in RAM"),
-        )
+        why = Corrupt(f"{source.step}: a chunk of {piece.array!r} changed in RAM")
+        source.note(tier, piece.key, piece.chunk, why)
     return failed
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from tieredckpt.blobs.ram.slab import Slab
-from tieredckpt.concurrency import in_thread, until_done
+from tieredckpt.concurrency import in_thread, side_by_side
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import waits_for_promotion
@@ -40,10 +40,8 @@ def has_room(slab: Slab, nbytes: int) -> bool:
 async def copy_cells(state: State, snapshot: Snapshot, index: SlabIndex) -> None:
     """Run the copy threads until all is copied or the slab is full; none of them runs afterwards."""
     snapshot.full = False
-    loop = asyncio.get_running_loop()
     threads = min(state.config.copy_threads, len(snapshot.pending)) or 1
-    everyone = asyncio.gather(*(loop.run_in_executor(state.pool, snapshot.work, index) for _ in range(threads)))
-    await until_done(everyone, snapshot.stop)
+    await side_by_side(threads, partial(snapshot.work, index), snapshot.stop, state.pool)
     if snapshot.error is not None:
         raise snapshot.error
 

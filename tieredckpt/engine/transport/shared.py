@@ -92,13 +92,7 @@ class _Objects:
     async def take(self, mailbox: str) -> list[bytes]:
         keys = [info.key async for info in self._store.list(f"{self._folder}{mailbox}/")]
         kept = self._kept.setdefault(mailbox, [])
-        limit = asyncio.Semaphore(_READS_AT_ONCE)
-
-        async def take_one(key: str) -> None:
-            async with limit:
-                await self._take_one(key, kept)
-
-        await together(take_one(key) for key in keys)
+        await together((self._take_one(key, kept) for key in keys), _READS_AT_ONCE)
         messages = kept.copy()
         kept.clear()
         return messages

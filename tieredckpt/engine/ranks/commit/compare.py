@@ -6,13 +6,13 @@ ranks with equal data. If these differ, rank 0 asks all ranks for the digests of
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
-from tieredckpt.concurrency import in_thread, until_done
+from tieredckpt.concurrency import in_thread, side_by_side
 from tieredckpt.engine.notify import Notification
 from tieredckpt.engine.ranks.group import Group
 from tieredckpt.engine.ranks.messages import CompareReplicas, ReplicaDigests
@@ -43,9 +43,7 @@ async def digests_elsewhere(state: State, flat: Flat) -> dict[bytes, Digests]:
     """
     compared = flat.replicated if state.config.when_replicas_differ != "ignore" else ()
     outlet = Outlet(state.host_memory, flat.ready)
-    return {
-        _name(group): await _Pass(group.elsewhere, state.config.chunk_size, outlet).run(state) for group in compared
-    }
+    return {_name(group): await _digests(state, group.elsewhere, outlet) for group in compared}
 
 
 def with_own(
@@ -64,41 +62,24 @@ def _name(group: Replicated) -> bytes:
     return digest(",".join(map(str, group.ranks)).encode())
 
 
-class _Pass:
-    """Digests of leaves by several threads. What is on a device is fetched cell by cell."""
+async def _digests(state: State, leaves: Sequence[ArrayLeaf], outlet: Outlet) -> Digests:
+    """Digest leaves by several threads. What is on a device is fetched cell by cell."""
+    cells = enumerate(_cells(leaves, state.config.chunk_size, outlet))
+    guards_cells, stop = threading.Lock(), threading.Event()
+    found: list[tuple[int, str, bytes]] = []
 
-    def __init__(self, leaves: Sequence[ArrayLeaf], chunk_size: int, outlet: Outlet) -> None:
-        self._cells = enumerate(_cells(leaves, chunk_size, outlet))
-        self._guards_cells = threading.Lock()
-        self._found: list[tuple[int, str, bytes]] = []
-        self._stop = False
+    def work() -> None:
+        with suppress(StopIteration):
+            while not stop.is_set():
+                with guards_cells:
+                    at, (key, cell) = next(cells)
+                found.append((at, key, cell()))
 
-    async def run(self, state: State) -> Digests:
-        loop = asyncio.get_running_loop()
-        threads = [loop.run_in_executor(state.pool, self._work) for _ in range(state.config.copy_threads)]
-        ended = await until_done(asyncio.gather(*threads, return_exceptions=True), self._end)
-        for error in ended:
-            if error is not None:
-                raise error
-        found: dict[str, list[bytes]] = {}
-        for _, key, value in sorted(self._found):
-            found.setdefault(key, []).append(value)
-        return {key: b"".join(values) for key, values in found.items()}
-
-    def _end(self) -> None:
-        self._stop = True
-
-    def _work(self) -> None:
-        try:
-            while not self._stop:
-                with self._guards_cells:
-                    at, (key, cell) = next(self._cells)
-                self._found.append((at, key, cell()))
-        except StopIteration:
-            pass
-        except BaseException:
-            self._stop = True
-            raise
+    await side_by_side(state.config.copy_threads, work, stop.set, state.pool)
+    digests: dict[str, list[bytes]] = {}
+    for _, key, value in sorted(found):
+        digests.setdefault(key, []).append(value)
+    return {key: b"".join(values) for key, values in digests.items()}
 
 
 def _cells(leaves: Iterable[ArrayLeaf], chunk_size: int, outlet: Outlet) -> Iterator[tuple[str, Callable[[], bytes]]]:
