@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import ChainMap
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
@@ -25,13 +24,13 @@ from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
-from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.index_cache import located, unique_extents
 from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.encoding import Encoding
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
+from tieredckpt.format.manifest import StepId
 from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["batches", "copy_step"]
@@ -127,8 +126,8 @@ async def _copy(
 
             async def encode(placed: dict[bytes, Extent]) -> None:
                 nonlocal encoded
-                located = _located(source.index.arrays, ChainMap(lost, placed, tier.packs.index))
-                encoded = await commit_file.encode(tier, record, located, commit_file.free_btree_key(tier, step))
+                arrays = located(source.index.arrays, ChainMap(lost, placed, tier.packs.index))
+                encoded = await commit_file.encode(tier, record, arrays, commit_file.free_btree_key(tier, step))
 
             if needs:
                 try:
@@ -140,10 +139,10 @@ async def _copy(
                 finally:
                     tier.packs.add(written)  # also those before a failure: the next try refers to them
             # As it was encoded: chunks may be added or forgotten meanwhile, and packs that others refer to stay.
-            located = encoded.arrays if encoded else _located(source.index.arrays, ChainMap(lost, tier.packs.index))
+            arrays = encoded.arrays if encoded else located(source.index.arrays, ChainMap(lost, tier.packs.index))
             if not was_there:
                 check_wanted(step, tier)
-            await commit_file.commit(tier, record, located, encoded, only_anew=was_there)
+            await commit_file.commit(tier, record, arrays, encoded, only_anew=was_there)
             # Before anybody can tell that it was evicted again.
             report_promoted(state, source.index.record, tier, written.nbytes, begin, again=again)
         return written.nbytes
@@ -199,21 +198,6 @@ def _missing(source: StepSource, tier: Tier, lost: Mapping[bytes, Extent], encod
             if not tier.packs.has(chunk.digest, nbytes, encoding):
                 needs[chunk.digest] = Need(chunk.digest, key, ordinal, nbytes)
     return [*needs.values()]
-
-
-def _located(arrays: Mapping[str, ArrayIndex], extents: Mapping[bytes, Extent]) -> dict[str, ArrayIndex]:
-    """The same arrays, with every chunk where ``extents`` has it; small ones stay in the index."""
-    return {
-        key: ArrayIndex(
-            array.grid,
-            array.dtype,
-            [
-                Chunk(chunk.digest, extents[chunk.digest] if isinstance(chunk.where, Extent) else chunk.where)
-                for chunk in array.chunks
-            ],
-        )
-        for key, array in arrays.items()
-    }
 
 
 async def batches(
@@ -320,14 +304,12 @@ class _Packing:
 
     async def add_reads(self, batch: Batch, some: Sequence[Need]) -> None:
         """Add chunks that are read, a few at a time, in their order."""
-        turns = asyncio.Semaphore(_READS_AT_A_TIME)
         found: dict[bytes, Payload] = {}
 
         async def read(need: Need) -> None:
-            async with turns:
-                found[need.digest] = await self._read(batch, need)
+            found[need.digest] = await self._read(batch, need)
 
-        await together(map(read, some))
+        await together(map(read, some), _READS_AT_A_TIME)
         await self._add_sealed(batch, [found[need.digest] for need in some])
 
     async def _read(self, batch: Batch, need: Need, bad: Tier | None = None) -> Payload:

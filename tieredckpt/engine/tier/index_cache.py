@@ -9,10 +9,11 @@ from itertools import chain
 from operator import attrgetter
 
 from tieredckpt.engine.tier.sizes import Sizes
-from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.format.part import PartArray
 
-__all__ = ["RecentIndexes", "memory_of", "packs_of", "unique_extents"]
+__all__ = ["RecentIndexes", "located", "memory_of", "packs_of", "unique_extents"]
 
 _KEPT = ((64, 16 << 20), (8, 256 << 20), (2, 1 << 62))
 """How many indexes are kept while they take no more bytes of memory than that: many small ones, or a few of any size.
@@ -81,6 +82,18 @@ def unique_extents(arrays: Mapping[str, ArrayIndex]) -> dict[bytes, Extent]:
         for array in arrays.values()
         for chunk in array.chunks
         if isinstance(chunk.where, Extent)
+    }
+
+
+def located(arrays: Mapping[str, ArrayIndex | PartArray], extents: Mapping[bytes, Extent]) -> dict[str, ArrayIndex]:
+    """The same arrays, with every chunk where ``extents`` has it; small ones stay in the index."""
+    return {
+        key: ArrayIndex(
+            array.grid,
+            array.dtype,
+            [Chunk(digest, where if isinstance(where, bytes) else extents[digest]) for digest, where in array.chunks],
+        )
+        for key, array in arrays.items()
     }
 
 

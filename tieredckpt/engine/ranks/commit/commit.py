@@ -223,22 +223,20 @@ class Commits:
         """Check the part of each rank as it lies on the tier; returns the step with the places of all its chunks."""
         expected = {part: found for each in done for part, found in each.parts.items()}
         written: dict[int, bytes] = {}
-        reading = asyncio.Semaphore(_PARALLEL_READS)
 
         async def read(rank: int) -> None:
             promised, nbytes = expected[rank]
-            async with reading:
-                key = layout.part_key(step.step, step.serial, rank)
-                # This is an error of the tier and not of the step: the rank still has its part.
-                anew = f"tier {tier.name!r}: {key} is not what rank {rank} wrote; it is written anew"
-                try:
-                    written[rank] = await tier.store.get(key, limit=min(nbytes, _PART_MAX))
-                except (Corrupt, NotFound) as error:
-                    raise TierUnavailable(anew) from error
+            key = layout.part_key(step.step, step.serial, rank)
+            # This is an error of the tier and not of the step: the rank still has its part.
+            anew = f"tier {tier.name!r}: {key} is not what rank {rank} wrote; it is written anew"
+            try:
+                written[rank] = await tier.store.get(key, limit=min(nbytes, _PART_MAX))
+            except (Corrupt, NotFound) as error:
+                raise TierUnavailable(anew) from error
             if digest(written[rank]) != promised:
                 raise TierUnavailable(anew)
 
-        await together([read(rank) for rank in parts])
+        await together(map(read, parts), _PARALLEL_READS)
 
         kept = self._votes.coordinator.merged_steps.get(step)
 

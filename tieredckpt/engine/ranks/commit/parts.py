@@ -29,23 +29,16 @@ def _as_part(record: StepRecord) -> StepRecord:
 
 
 def encode_written(index: StepIndex, written: Extents) -> bytes:
-    """The part of a rank for a shared tier, with the places of the chunks that it has ``written`` there."""
-    return encode_part(
-        Part(
-            _as_part(index.record),
-            {
-                key: PartArray(
-                    array.grid,
-                    array.dtype,
-                    [
-                        (digest, written.get(digest) if isinstance(where, Extent) else where)
-                        for digest, where in array.chunks
-                    ],
-                )
-                for key, array in index.arrays.items()
-            },
+    """The part of a rank for others, with the places of those of its chunks that it has ``written`` there."""
+    arrays = {
+        key: PartArray(
+            array.grid,
+            array.dtype,
+            [(digest, where if isinstance(where, bytes) else written.get(digest)) for digest, where in array.chunks],
         )
-    )
+        for key, array in index.arrays.items()
+    }
+    return encode_part(Part(_as_part(index.record), arrays))
 
 
 def merge_parts(parts: Mapping[int, bytes]) -> StepIndex:

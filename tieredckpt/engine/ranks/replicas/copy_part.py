@@ -19,20 +19,21 @@ import numpy.typing as npt
 
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread, outlast
+from tieredckpt.engine.ranks.commit.parts import encode_written
 from tieredckpt.engine.ranks.communicator import Communicator
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
-from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.index_cache import located, unique_extents
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.digest import SIZE, digest_array
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
+from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
-from tieredckpt.format.part import Part, PartArray, decode_part, encode_part
+from tieredckpt.format.part import PartArray, decode_part
 from tieredckpt.units import format_size
 
 __all__ = ["Refused", "Transfer", "receive_part", "send_part"]
@@ -98,7 +99,9 @@ async def send_part(state: State, transfer: Transfer, tier: Tier, step: StepId, 
             index = await step_index.load(tier, step)
             ram = tier.ram
             assert ram is not None  # it has the step
-            await communicator.send([to], transfer.topic("offer"), await in_thread(_offer, index, pool=state.pool))
+            # Without the bytes of its chunks, except small ones, which lie in the index.
+            offer = await in_thread(encode_written, index, {}, pool=state.pool)
+            await communicator.send([to], transfer.topic("offer"), offer)
             lacks = await _receive_answer(transfer, "lacks", to)
             sent = await _send(transfer, ram, index, lacks, to, pace)
             await _receive_answer(transfer, "kept", to)
@@ -114,19 +117,6 @@ async def _receive_answer(transfer: Transfer, what: str, source: int) -> list[by
     if answer.failure is not None:
         raise Refused(source, answer.failure)
     return [answer.lacks[at : at + SIZE] for at in range(0, len(answer.lacks), SIZE)]
-
-
-def _offer(index: StepIndex) -> bytes:
-    """A part without the bytes of its chunks, except small ones, which lie in the index."""
-    arrays = {
-        key: PartArray(
-            array.grid,
-            array.dtype,
-            [(digest, None if isinstance(where, Extent) else where) for digest, where in array.chunks],
-        )
-        for key, array in index.arrays.items()
-    }
-    return encode_part(Part(index.record, arrays))
 
 
 async def _send(transfer: Transfer, ram: Ram, index: StepIndex, lacks: Sequence[bytes], to: int, pace: Pace) -> int:
@@ -178,7 +168,7 @@ async def receive_part(state: State, transfer: Transfer, tier: Tier, source: int
             await _send_answer(transfer, "lacks", source, _Answer(b"".join(lacks)))
             stage = "kept"
             await _receive(state, transfer, taken, lacks, source)
-            await commit_file.commit(tier, part.record, taken.located(part.arrays))
+            await commit_file.commit(tier, part.record, located(part.arrays, taken.places))
             taken.committed = True
         await _send_answer(transfer, "kept", source, _Answer())
     except TieredCkptError as error:
@@ -261,20 +251,6 @@ class _Taken:
     def _use(self, digest: bytes, offset: int, nbytes: int) -> None:
         self.uses.append(digest)
         self.places[digest] = Extent(self.ram.store.slab_key, offset, nbytes)
-
-    def located(self, arrays: Mapping[str, PartArray]) -> dict[str, ArrayIndex]:
-        """The arrays of the part, with the place of every chunk in this slab."""
-        return {
-            key: ArrayIndex(
-                array.grid,
-                array.dtype,
-                [
-                    Chunk(digest, where if isinstance(where, bytes) else self.places[digest])
-                    for digest, where in array.chunks
-                ],
-            )
-            for key, array in arrays.items()
-        }
 
     def end(self) -> None:
         """Release what no commit uses."""
