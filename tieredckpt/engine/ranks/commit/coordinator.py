@@ -15,7 +15,7 @@ from tieredckpt.engine.ranks.commit import ballots
 from tieredckpt.engine.ranks.commit.attempts import Attempts
 from tieredckpt.engine.ranks.commit.ballot_box import BallotBox
 from tieredckpt.engine.ranks.commit.compare import Comparison
-from tieredckpt.engine.ranks.commit.merged import MergedSteps, without_places
+from tieredckpt.engine.ranks.commit.merged import MergedStep, without_places
 from tieredckpt.engine.ranks.commit.parts import merge_parts
 from tieredckpt.engine.ranks.communicator import COORDINATOR
 from tieredckpt.engine.ranks.departed import Departed
@@ -30,6 +30,9 @@ from tieredckpt.format.replicas import Difference, ReplicasDisagree, show_differ
 __all__ = ["Coordinator", "Decision"]
 
 _log = logging.getLogger("tieredckpt")
+
+_MERGED_KEPT = 2
+"""Merged steps: the one that is being promoted, and the one that was saved meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,15 @@ class Coordinator:
         self._box = BallotBox(group, attempts)
         self.parts: dict[StepId, Mapping[int, bytes]] = {}
         """The encoded parts of the steps that RAM holds, by rank."""
-        self.merged_steps = MergedSteps()
-        """The steps that the parts make together."""
+        self.merged_steps: dict[StepId, MergedStep] = {}
+        """The last steps that the parts make together, each until it has left RAM or newer ones have come."""
         self._differed: set[tuple[int, ...]] = set()
         """The ranks that differed in the last save that was compared."""
 
     def forget(self, step: StepId) -> None:
         """Forget a step that has left RAM."""
         self.parts.pop(step, None)
-        self.merged_steps.forget(step)
+        self.merged_steps.pop(step, None)
 
     async def voted(self, rank: int, ballot: Ballot) -> None:
         """Count the vote of another rank, and the steps that have left its RAM."""
@@ -103,7 +106,9 @@ class Coordinator:
             if not isinstance(error, TieredCkptError):
                 _log.exception("%s: unexpected failure of the vote", step)
             return Decision(self._aborted(mine, error, differing))
-        self.merged_steps.keep(merged)
+        self.merged_steps[step] = merged
+        while len(self.merged_steps) > _MERGED_KEPT:
+            del self.merged_steps[min(self.merged_steps)]
         streamed_to = next((vote.tier for vote in votes.values() if vote.tier is not None), None)
         if streamed_to is None:
             self.parts[step] = parts

@@ -16,13 +16,10 @@ from tieredckpt.errors import Conflict, Corrupt
 from tieredckpt.format.digest import SIZE
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import Grid
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex, StepRecord
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, StepRecord
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["MergedStep", "MergedSteps", "cell_sizes", "placed", "without_places"]
-
-_KEPT = 2
-"""Steps that are kept: the one that is being promoted, and the one that was saved meanwhile."""
+__all__ = ["MergedStep", "cell_sizes", "placed", "without_places"]
 
 _NOTHING: Mapping[int, bytes] = {}
 """One object for all arrays without inline chunks: blocks that cannot be joined make very many of them."""
@@ -100,27 +97,3 @@ def placed(
                 chunks.append(Chunk(digest, extent))
         arrays[key] = ArrayIndex(array.grid, array.dtype, chunks)
     return StepIndex(whole.record, arrays)
-
-
-class MergedSteps:
-    """The last steps that the ranks have committed, each until it has left RAM or newer ones have come.
-
-    Lives on the engine's loop.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[StepId, MergedStep] = {}
-
-    def keep(self, whole: MergedStep) -> None:
-        """Keep a step, in place of the oldest."""
-        self._kept[whole.record.id] = whole
-        while len(self._kept) > _KEPT:
-            del self._kept[min(self._kept)]
-
-    def forget(self, step: StepId) -> None:
-        """Forget a step."""
-        self._kept.pop(step, None)
-
-    def get(self, step: StepId) -> MergedStep | None:
-        """A step that is kept."""
-        return self._kept.get(step)
