@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-__all__ = ["SLOW", "Callback", "is_failure", "name_slow"]
+__all__ = ["SLOW", "Callback", "Tolerated", "name_slow"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -78,7 +78,30 @@ def name_slow(thread: int | None) -> None:
         callback.name_if_slow()
 
 
-def is_failure(error: BaseException) -> bool:
+class Tolerated:
+    """Logs the failure of users' code in a ``with`` block, whatever it raises; then what follows the block is done.
+
+    ``message`` says what failed and what is done, with ``of`` in its places.
+    """
+
+    __slots__ = ("_message", "_of")
+
+    def __init__(self, message: str, *of: object) -> None:
+        self._message, self._of = message, of
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if error is None or not _is_failure(error):
+            return False
+        _log.error(self._message, *self._of, exc_info=error)
+        return True
+
+
+def _is_failure(error: BaseException) -> bool:
     """Whether an error, of any type, is the callback's own failure, and not raised by a signal handler.
 
     Signals are handled in the main thread alone, and no callback awaits anything that could be cancelled.

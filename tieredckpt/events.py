@@ -7,12 +7,11 @@ The error of a listener is logged, and the other listeners still get the event.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tieredckpt._callbacks import Callback, is_failure
+from tieredckpt._callbacks import Callback, Tolerated
 
 __all__ = [
     "ChunkRepaired",
@@ -39,8 +38,6 @@ __all__ = [
     "TierHangs",
     "TierRecovered",
 ]
-
-_log = logging.getLogger("tieredckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,10 +323,5 @@ class Events:
 
     def emit(self, event: Event) -> None:
         for listener in tuple(self._listeners):
-            try:
-                with Callback("listener", listener):
-                    listener(event)
-            except BaseException as error:
-                if not is_failure(error):
-                    raise
-                _log.exception("a listener failed on %s", type(event).__name__)
+            with Tolerated("a listener failed on %s", type(event).__name__), Callback("listener", listener):
+                listener(event)

@@ -6,11 +6,10 @@ Policies of promotion and retention answer both, for they see an export as one m
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from tieredckpt._callbacks import Callback, is_failure
+from tieredckpt._callbacks import Callback, Tolerated
 from tieredckpt.config.exports import ExportConfig
 from tieredckpt.engine.exporting.places import Record
 from tieredckpt.engine.keeping.policies import retained
@@ -20,8 +19,6 @@ from tieredckpt.format.manifest import StepId
 from tieredckpt.policy.base import StepView, StoreView, TierView
 
 __all__ = ["can_be_read", "leaving", "next_due", "tier_name"]
-
-_log = logging.getLogger("tieredckpt")
 
 
 def tier_name(export: ExportConfig) -> str:
@@ -70,14 +67,12 @@ def next_due(
 
 def _asks(export: ExportConfig, step: StepView, tier: TierView, view: StoreView) -> bool:
     """Whether ``when`` asks for a step."""
-    try:
-        with Callback(f"export {export.name!r}: the policy `when`", export.when):
-            return bool(export.when.promotes(step, tier, view))
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        _log.exception("the policy `when` of the export %r failed on step %d", export.name, step.step)
-        return False
+    with (
+        Tolerated("the policy `when` of the export %r failed on step %d", export.name, step.step),
+        Callback(f"export {export.name!r}: the policy `when`", export.when),
+    ):
+        return bool(export.when.promotes(step, tier, view))
+    return False
 
 
 def _staying(export: ExportConfig, places: Sequence[int], tier: TierView, view: StoreView) -> list[int]:
@@ -87,27 +82,19 @@ def _staying(export: ExportConfig, places: Sequence[int], tier: TierView, view: 
     steps = list(view.steps)
     for place in places:
         steps[place] = replace(steps[place], tiers=(*steps[place].tiers, tier.name))
-    try:
+    with Tolerated("the policy `keep` of the export %r failed; nothing is exported", export.name):
         kept = _kept(export, tier, replace(view, steps=tuple(steps)))
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        _log.exception("the policy `keep` of the export %r failed; nothing is exported", export.name)
-        return []
-    return [place for place in places if steps[place].serial in kept]
+        return [place for place in places if steps[place].serial in kept]
+    return []
 
 
 def leaving(state: State, export: ExportConfig, there: Mapping[int, Record]) -> list[Record]:
     """The exports that ``keep`` lets go; none if it raises."""
     tier = _tier_view(state, export, busy=False)
-    try:
+    with Tolerated("the policy `keep` of the export %r failed; no export is deleted", export.name):
         kept = _kept(export, tier, _view(state, export, there))
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        _log.exception("the policy `keep` of the export %r failed; no export is deleted", export.name)
-        return []
-    return [record for record in there.values() if record.serial not in kept]
+        return [record for record in there.values() if record.serial not in kept]
+    return []
 
 
 def _kept(export: ExportConfig, tier: TierView, view: StoreView) -> frozenset[int]:

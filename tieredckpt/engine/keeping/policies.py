@@ -5,13 +5,12 @@ An answer of the wrong type counts as a failure, too: an endless iterator is not
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 
-from tieredckpt._callbacks import Callback, is_failure
+from tieredckpt._callbacks import Callback, Tolerated
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
@@ -29,8 +28,6 @@ __all__ = [
     "waits_for_promotion",
     "why_not_due",
 ]
-
-_log = logging.getLogger("tieredckpt")
 
 
 def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None) -> bool:
@@ -51,7 +48,7 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     if (mine := view.find(step)) is None:
         return False
     tier_view = view.tiers[tier.index]
-    try:
+    with Tolerated("a policy of tier %r failed on %s; the step is promoted", tier.name, step):
         with Callback(f"tier {tier.name!r}: promotion policy", tier.config.promote):
             if not tier.config.promote.promotes(mine, tier_view, view):
                 return False
@@ -60,10 +57,6 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
             if tier.config.retain.retains_all:
                 return True
             return step.serial in _retained(tier, tier_view, view.with_copy(mine, tier.name))
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        _log.exception("a policy of tier %r failed on %s; the step is promoted", tier.name, step)
     return True
 
 
@@ -126,7 +119,7 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
     stale = sorted(tier.steps.damaged.stale())
     view = state.view()
     tier_view = state.tier_view(tier)
-    try:
+    with Tolerated("a policy of tier %r failed; nothing is evicted from it", tier.name):
         staying = _retained(tier, tier_view, view)
         if not view.serials_on(tier.name) - staying:
             return stale
@@ -136,13 +129,9 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
         if not isinstance(proposed, (list, tuple)):
             raise TypeError(f"{tier.config.evict.kind}: order() gave a {type(proposed).__name__}, not a list")
         order = list(dict.fromkeys([*(serial for serial in proposed if serial in found), *found]))
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        _log.exception("a policy of tier %r failed; nothing is evicted from it", tier.name)
-        return []
-    order.sort(key=lambda serial: found[serial].on_line)
-    return stale + [StepId(serial, found[serial].step) for serial in order]
+        order.sort(key=lambda serial: found[serial].on_line)
+        return stale + [StepId(serial, found[serial].step) for serial in order]
+    return []
 
 
 def _leaving_first(state: State, tier: Tier) -> list[StepId]:
@@ -202,11 +191,6 @@ def save_is_due(state: State, step: int, after: float | None = None) -> bool:
 
 def is_wanted(schedule: Schedule, step: int, view: StoreView, observed: Observed) -> bool:
     """The answer of a schedule; if it fails, to save."""
-    try:
-        with Callback("schedule", schedule):
-            return bool(schedule.due(step, view, observed))
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        _log.exception("the schedule failed at step %d; the step is saved", step)
-        return True
+    with Tolerated("the schedule failed at step %d; the step is saved", step), Callback("schedule", schedule):
+        return bool(schedule.due(step, view, observed))
+    return True
