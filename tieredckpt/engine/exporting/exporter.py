@@ -23,6 +23,7 @@ from tieredckpt.engine.exporting.held_step import HeldStep, Reading, StepLeft
 from tieredckpt.engine.exporting.objects import Objects
 from tieredckpt.engine.exporting.places import Place, Record, Writing, folder_name
 from tieredckpt.engine.inventory import Inventory
+from tieredckpt.engine.promoting.waiting import again
 from tieredckpt.engine.restoring.restore import Repair
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Health
@@ -325,11 +326,11 @@ class Exporter:
             self._waiters -= 1
         for export in self._exports:
             if export.health.error is not None and (export.there is None or self._due(export) is not None):
-                raise _again(export, export.health.error)
+                raise again(export.health.error, f"export {export.config.name!r}: ")
             for step, error in export.stuck.items():
                 if step in self._state.records() and step not in export.told:
                     export.told.add(step)
-                    raise _again(export, error)
+                    raise again(error, f"export {export.config.name!r}: ")
 
     def infos(self) -> tuple[ExportInfo, ...]:
         """Every export as it is now, by name."""
@@ -360,10 +361,3 @@ def _place_of(state: State, export: ExportConfig) -> Place:
         return f"{marker.store[:8]}-{export.name}"
 
     return Folder(export.folder, owner)
-
-
-def _again(export: _Export, error: Exception) -> TieredCkptError:
-    kind = type(error) if isinstance(error, TieredCkptError) else TierUnavailable
-    copy = kind(f"export {export.config.name!r}: {error}")
-    copy.__cause__ = error
-    return copy

@@ -12,7 +12,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["drained", "in_ram_alone", "reached"]
+__all__ = ["again", "drained", "in_ram_alone", "reached"]
 
 
 async def reached(
@@ -35,16 +35,16 @@ async def reached(
             await state.changed.wait()
             continue
         if step in state.membership.failed:
-            raise _again(state.membership.failed[step], "")
+            raise again(state.membership.failed[step], "")
         if step in state.membership.undecided:
             await (state.changed.wait() if news is None else news(tier))
             continue
         if step in tier.steps.stuck:
-            raise _again(tier.steps.stuck[step], f"{step} cannot reach tier {name!r}: ")
+            raise again(tier.steps.stuck[step], f"{step} cannot reach tier {name!r}: ")
         if step not in state.records():
             raise NotFound(f"{step} is held by no tier any more, so it does not reach {name!r}")
         if tier.health.error is not None:
-            raise _again(tier.health.error, f"{step} is not on tier {name!r}: ")
+            raise again(tier.health.error, f"{step} is not on tier {name!r}: ")
         if tier.in_memory:
             raise NotFound(
                 f"{step} is not in tier {name!r}: it was too large for the slab and went past it, or has left it "
@@ -77,10 +77,10 @@ async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
                 break
     for promoter in promoters.values():
         if promoter.tier.health.error is not None and (due := promoter.next_due(at_rest=True)) is not None:
-            raise _again(promoter.tier.health.error, f"tier {promoter.tier.name!r} lacks {due}: ")
+            raise again(promoter.tier.health.error, f"tier {promoter.tier.name!r} lacks {due}: ")
         for step, error in promoter.stuck.items():
             if step in state.records():
-                raise _again(error, f"tier {promoter.tier.name!r} lacks {step}: ")
+                raise again(error, f"tier {promoter.tier.name!r} lacks {step}: ")
 
 
 def in_ram_alone(state: State) -> str:
@@ -93,8 +93,8 @@ def in_ram_alone(state: State) -> str:
     return f"no step is below RAM, so that the loss of the node loses them all: {newest} is due nowhere ({why})"
 
 
-def _again(error: Exception, prefix: str) -> TieredCkptError:
-    """The tier's error once more, for one caller, with the step it concerns in front."""
+def again(error: Exception, prefix: str) -> TieredCkptError:
+    """An error once more, for one caller, with what it concerns in front."""
     kind = type(error) if isinstance(error, TieredCkptError) else TierUnavailable
     copy = kind(prefix + str(error))
     copy.__cause__ = error
