@@ -224,11 +224,7 @@ class GlooBulk:
         self, verb: str, peer: int, tag: int, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> Callable[[], Coroutine[Any, Any, None]]:
         async def in_turn() -> None:
-            key = verb, peer, tag
-            turn = self._turns.get(key)
-            if turn is None:
-                turn = self._turns[key] = asyncio.Lock()
-            async with turn:
+            async with self._turns.setdefault((verb, peer, tag), asyncio.Lock()):
                 if peer in self._broken:
                     raise RanksUnavailable("an earlier transfer failed", [peer])
                 await work()

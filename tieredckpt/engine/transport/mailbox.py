@@ -38,7 +38,7 @@ from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.errors import Closed, Invalid, RanksUnavailable, TieredCkptError
 from tieredckpt.format.merging import show_ranks
 
-__all__ = ["Carrier", "Mailbox"]
+__all__ = ["Carrier", "Idle", "Mailbox"]
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ class Mailbox:
         """Open as rank 0: the other ranks send nothing but answers before rank 0 lets them go."""
         endpoints = {COORDINATOR: self._endpoint}
         session = ""
-        idle = _Idle(self._fastest, self._slowest)
+        idle = Idle(self._fastest, self._slowest)
         while True:
             news = [hello for hello in await self._hellos() if endpoints.get(hello.rank) != hello.endpoint]
             for hello in news:
@@ -207,7 +207,7 @@ class Mailbox:
         """Open as another rank; what others send that were told to go earlier is added to ``early``."""
         hello = _encode(_Hello(self.rank, self.size, self._endpoint))
         hello_at = time.monotonic()
-        idle = _Idle(self._fastest, self._slowest)
+        idle = Idle(self._fastest, self._slowest)
         while True:
             if time.monotonic() >= hello_at:
                 await self._carried(self._carrier.put(_HELLO, str(self.rank), hello))
@@ -292,7 +292,7 @@ class Mailbox:
 
     async def _look_while_somebody_waits(self) -> None:
         await asyncio.sleep(0)  # who made this task waits from then on
-        idle = _Idle(self._fastest, self._slowest)
+        idle = Idle(self._fastest, self._slowest)
         while self._inbox.waits:
             messages = await self._look()
             for message in messages:
@@ -368,7 +368,7 @@ class Mailbox:
             raise RanksUnavailable(f"what carries messages between the ranks failed: {error}") from error
 
 
-class _Idle:
+class Idle:
     """How long nothing has come, and how long to wait before the next look."""
 
     def __init__(self, fastest: float, slowest: float) -> None:

@@ -26,6 +26,7 @@ from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.ranks.communicator import exchange, node_of_this_process
 from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.engine.transport.foreign_thread import ForeignThread
+from tieredckpt.engine.transport.mailbox import Idle
 from tieredckpt.errors import Invalid, RanksUnavailable
 
 __all__ = ["MpiCommunicator"]
@@ -38,8 +39,6 @@ _FASTEST = 0.0005
 _SLOWEST = 0.25
 _SLOWEST_BULK = 0.02
 _BACK_OFF = 1.5
-_PATIENCE = 0.05
-"""The pause between two looks for messages, as a share of the time in which none has come."""
 _LAST_POSTS = 1.0
 """Seconds that messages which are still leaving are given when the communicator is closed."""
 
@@ -163,7 +162,7 @@ class MpiCommunicator:
             self._polling = asyncio.create_task(self._poll_while_needed(), name="tieredckpt mpi")
 
     async def _poll_while_needed(self) -> None:
-        since = time.monotonic()
+        idle = Idle(_FASTEST, _SLOWEST)
         while (self._inbox.waits or self._leaving) and not self._inbox.closed:
             try:
                 messages = await self._call(self._turn)
@@ -175,13 +174,12 @@ class MpiCommunicator:
                     said = _decode(message)
                     self._inbox.arrived(source, said.topic, said.data)
             if messages:
-                since = time.monotonic()
+                idle.over()
             with suppress(TimeoutError):
-                pause = _PATIENCE * (time.monotonic() - since)
-                async with asyncio.timeout(min(max(_FASTEST, pause), _SLOWEST)):
+                async with asyncio.timeout(idle.pause):
                     await self._stir.wait()
                 self._stir.clear()
-                since = time.monotonic()
+                idle.over()
 
     def _turn(self) -> list[tuple[int, bytearray]]:
         """Poll sends and receives; returns the messages that have come."""
@@ -234,10 +232,7 @@ class MpiCommunicator:
             raise Invalid(f"{tag} is no tag that this MPI can send")
         under_way: deque[tuple[memoryview, Any]] = deque()
         pieces: deque[Piece] = deque()
-        key = verb, peer, tag
-        turn = self._turns.get(key)
-        if turn is None:
-            turn = self._turns[key] = asyncio.Lock()
+        turn = self._turns.setdefault((verb, peer, tag), asyncio.Lock())
 
         async def end_one() -> None:
             part, request = under_way[0]
