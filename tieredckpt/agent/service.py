@@ -11,7 +11,7 @@ from functools import partial
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.agent import messages
-from tieredckpt.engine.agent.deltas import TierDelta, adopt_ram, happened
+from tieredckpt.engine.agent.deltas import adopt_ram, happened, tier_deltas
 from tieredckpt.engine.agent.wire import Silent, Wire
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.keeping.collector import Collector
@@ -47,7 +47,7 @@ class Service:
 
     def __init__(self, engine: Engine, wire: Wire) -> None:
         self._engine, self._state, self._wire = engine, engine.state, wire
-        self._deltas = [TierDelta(self._state, tier) for tier in self._state.every_tier if self._state.manages(tier)]
+        self._deltas = [tier_deltas(self._state, tier) for tier in self._state.every_tier if self._state.manages(tier)]
         self._work: dict[int, asyncio.Task[None]] = {}
         self._pinned: Counter[tuple[str, StepId]] = Counter()
         self._lent = LentTiers(self._state, engine.collector)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tieredckpt.concurrency import being_cancelled, in_thread, outlast, shielded
 from tieredckpt.engine import limits
 from tieredckpt.engine.agent import messages
-from tieredckpt.engine.agent.deltas import VERSION, RamDelta, adopt_tier, event_of, settings_of
+from tieredckpt.engine.agent.deltas import VERSION, adopt_tier, event_of, ram_deltas, settings_of
 from tieredckpt.engine.agent.supervisor import Supervisor
 from tieredckpt.engine.agent.wire import Parted, Silent, Wire, accept, listen
 from tieredckpt.engine.notify import Notification
@@ -55,7 +55,7 @@ class AgentClient:
         self._state = state
         self._socket: socket.socket | None = None
         self._wire: Wire | None = None
-        self._delta = RamDelta(state)
+        self._deltas = ram_deltas(state)
         self._asked: dict[int, _Asked] = {}
         self._number = 0
         self._absent: TieredCkptError | None = None
@@ -196,8 +196,8 @@ class AgentClient:
                     ram.slab.capacity,
                 )
             )
-            self._delta = RamDelta(state)
-            wire.send(self._delta.take())
+            self._deltas = ram_deltas(state)
+            wire.send(self._deltas.take())
             while True:
                 self._apply(await wire.read(messages.FromAgent, limits.in_force.agent_silence), wire)
         except Silent as error:
@@ -303,7 +303,7 @@ class AgentClient:
             await self._state.changed.wait()
 
     def _send_delta(self) -> None:
-        if self._wire is not None and (delta := self._delta.take()) is not None:
+        if self._wire is not None and (delta := self._deltas.take()) is not None:
             self._wire.send(delta)
 
     async def _agent(self) -> Wire:
@@ -360,14 +360,6 @@ class AgentClient:
             raise
         finally:
             del self._asked[number]
-
-    async def flush(self) -> None:
-        """Return when every slower tier has what is due on it. Raises the error of one that fails."""
-        await self.ask(messages.Flush())
-
-    async def reached(self, step: StepId, tier: str) -> None:
-        """See `tieredckpt.engine.promoting.waiting.reached`."""
-        await self.ask(messages.Reach(step, tier))
 
     async def repair(
         self, step: StepId, damage: Sequence[Damage], unreadable: Sequence[tuple[Tier, TieredCkptError]]

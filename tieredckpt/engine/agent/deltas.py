@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, get_type_hints
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
 
@@ -33,7 +34,19 @@ from tieredckpt.events import (
 )
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["VERSION", "RamDelta", "TierDelta", "adopt_ram", "adopt_tier", "event_of", "happened", "settings_of"]
+__all__ = [
+    "VERSION",
+    "Deltas",
+    "adopt_ram",
+    "adopt_tier",
+    "event_of",
+    "happened",
+    "ram_deltas",
+    "settings_of",
+    "tier_deltas",
+]
+
+D = TypeVar("D", bound=InRam | OnTier)
 
 VERSION = version("tieredckpt")
 """Version of the library; a trainer and its agent run the same one."""
@@ -65,69 +78,56 @@ def settings_of(config: StoreConfig) -> str:
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class _Steps:
-    """The steps of a tier, and what else was last sent of it to the other side."""
+class Deltas(Generic[D]):
+    """The changes of a tier since the other side was last told of it.
 
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
+    ``tell`` makes the message, of whether it has the whole state, and of the steps that came and went.
+    """
+
+    def __init__(self, tier: Tier, tell: Callable[[bool, tuple[HeldStep, ...], tuple[StepId, ...]], D]) -> None:
+        self._tier = tier
+        self._tell = tell
         self._sent: dict[StepId, str] | None = None
-        self._last: InRam | OnTier | None = None
-        """The last delta, without its steps."""
+        self._last: D | None = None
+        """The last message, without its steps."""
 
-    def changes(self) -> tuple[bool, tuple[HeldStep, ...], tuple[StepId, ...]]:
-        """Changes since the last call: (first send, added steps, removed steps); a step committed again is added."""
-        anew, sent = self._sent is None, self._sent or {}
-        held = self.tier.steps.held
-        new = tuple(
+    def take(self) -> D | None:
+        """The changes since the last call; None if there are none. A step that was committed again has come."""
+        anew, sent, held = self._sent is None, self._sent or {}, self._tier.steps.held
+        came = tuple(
             HeldStep(brief(each.record), each.btree_key)
             for step, each in held.items()
             if sent.get(step) != each.btree_key
         )
         gone = tuple(step for step in sent if step not in held)
-        if anew or new or gone:
+        moved = bool(anew or came or gone)
+        if moved:
             self._sent = {step: each.btree_key for step, each in held.items()}
-        return anew, new, gone
-
-    def is_news(self, delta: InRam | OnTier) -> bool:
-        """Whether a delta with the last `changes` says something that the one before did not."""
+        delta = self._tell(anew, came, gone)
         rest = msgspec.structs.replace(delta, anew=False, held=(), gone=())
         same, self._last = rest == self._last, rest
-        return bool(delta.anew or delta.held or delta.gone) or not same
+        return delta if moved or not same else None
 
 
-class RamDelta:
+def ram_deltas(state: State) -> Deltas[InRam]:
     """Deltas of RAM, the branch and the signals, which the trainer sends."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._steps = _Steps(state.tiers[0])
-
-    def take(self) -> InRam | None:
-        """The changes since the last call; None if there are none."""
-        state = self._state
-        anew, held, gone = self._steps.changes()
+    def tell(anew: bool, held: tuple[HeldStep, ...], gone: tuple[StepId, ...]) -> InRam:
         signals, used = tuple(sorted(state.observation.signals)), state.tiers[0].used
-        delta = InRam(anew, held, gone, state.branch.line, state.branch.last_serial, signals, used)
-        return delta if self._steps.is_news(delta) else None
+        return InRam(anew, held, gone, state.branch.line, state.branch.last_serial, signals, used)
+
+    return Deltas(state.tiers[0], tell)
 
 
-class TierDelta:
+def tier_deltas(state: State, tier: Tier) -> Deltas[OnTier]:
     """Deltas of one slower tier, which the agent sends."""
 
-    def __init__(self, state: State, tier: Tier) -> None:
-        self._state = state
-        self._tier = tier
-        self._steps = _Steps(tier)
-
-    def take(self) -> OnTier | None:
-        """The changes since the last call; None if there are none."""
-        tier = self._tier
-        anew, held, gone = self._steps.changes()
-        delta = OnTier(
+    def tell(anew: bool, held: tuple[HeldStep, ...], gone: tuple[StepId, ...]) -> OnTier:
+        return OnTier(
             tier=tier.name,
             anew=anew,
             known=tier.marker is not None,
-            marker=self._state.identity.marker,
+            marker=state.identity.marker,
             held=held,
             gone=gone,
             damaged=tier.steps.damaged.told(),
@@ -140,7 +140,8 @@ class TierDelta:
             note=tier.health.note,
             failure=None if tier.health.error is None else Failure.of(tier.health.error),
         )
-        return delta if self._steps.is_news(delta) else None
+
+    return Deltas(tier, tell)
 
 
 def _adopt_steps(tier: Tier, delta: InRam | OnTier) -> None:

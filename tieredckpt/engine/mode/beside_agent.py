@@ -9,7 +9,7 @@ from tieredckpt.concurrency import whole
 from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.client import AgentClient
-from tieredckpt.engine.agent.messages import GiveWay
+from tieredckpt.engine.agent.messages import Flush, GiveWay, Reach
 from tieredckpt.engine.keeping.collector import Collected, Collector
 from tieredckpt.engine.keeping.safety import check_unread
 from tieredckpt.engine.mode.alone import Alone, Changed
@@ -169,7 +169,7 @@ class BesideAgent(Alone):
         if self.state.tier(name) is self.state.tiers[0]:
             await wait(None)
         else:
-            await self.link.reached(step, name)
+            await self.link.ask(Reach(step, name))
 
     async def drained(self) -> None:
-        await self.link.flush()
+        await self.link.ask(Flush())
