@@ -93,7 +93,7 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._lent.give_all_back()
             for name, step in self._pinned.elements():
-                _unpin(self._state.any_tier(name), step)
+                self._state.any_tier(name).steps.unpin(step)
             self._state.changed.notify()
 
     # -- deltas -------------------------------------------------------------------------------------------
@@ -167,13 +167,12 @@ class Service:
                     step, found, [(state.tier(tier), failure.error()) for tier, failure in unreadable]
                 )
             case messages.Pin(step, tier):
-                pinned = state.any_tier(tier)
-                pinned.steps.pins[step] = pinned.steps.pins.get(step, 0) + 1
+                state.any_tier(tier).steps.pin(step)
                 self._pinned[tier, step] += 1
             case messages.Unpin(step, tier):
                 if self._pinned[tier, step]:
                     self._pinned[tier, step] -= 1
-                    _unpin(state.any_tier(tier), step)
+                    state.any_tier(tier).steps.unpin(step)
             case messages.MakeRoom():
                 return await self._lent.make_room(operation)
             case messages.Lend():
@@ -187,12 +186,6 @@ class Service:
             case messages.GiveBack(tier):
                 self._lent.give_back(tier)
         return None
-
-
-def _unpin(tier: Tier, step: StepId) -> None:
-    tier.steps.pins[step] -= 1
-    if not tier.steps.pins[step]:
-        del tier.steps.pins[step]
 
 
 class _Progress:

@@ -241,9 +241,9 @@ class _Run:
         source = self.world.source(step)
         assert source is not None
         begin = self.env.now
-        source.steps.pins[step] = source.steps.pins.get(step, 0) + 1
+        source.steps.pin(step)
         yield from self.flows.move(self.scenario.state, [Lane(source.name, source.rung.read)])
-        _unpin(source, step)
+        source.steps.unpin(step)
         self.ledger.reads.setdefault(source.name, []).append(self.env.now - begin)
         self.world.restored(step, source)
         self._throw_back(step.step)
@@ -327,23 +327,15 @@ class _Run:
         limit = tier.config.rate_limit
         begin = self.env.now
         tier.busy = True
-        source.steps.pins[step] = source.steps.pins.get(step, 0) + 1
+        source.steps.pin(step)
         world.touched()
         try:
             yield from self.flows.move(nbytes, lanes, limit * self.scenario.nodes if limit else float("inf"))
         finally:
             tier.busy = False
-            _unpin(source, step)
+            source.steps.unpin(step)  # which a failure of the trainer may have done already
             world.touched()
         self.ledger.written[tier.name] += nbytes
         seconds = self.env.now - begin
         world.promoted(step, record, tier, nbytes / seconds if seconds else None)
         self._beat()
-
-
-def _unpin(tier: WorldTier, step: StepId) -> None:
-    """Unpin a step; a failure of the trainer may have removed the pin already."""
-    if tier.steps.pins.get(step, 0) > 1:
-        tier.steps.pins[step] -= 1
-    else:
-        tier.steps.pins.pop(step, None)

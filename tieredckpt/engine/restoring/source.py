@@ -63,14 +63,12 @@ async def pinned(tier: Tier, step: StepId) -> AsyncIterator[None]:
         async with tier.remote.pin(step):
             yield
         return
-    tier.steps.pins[step] = tier.steps.pins.get(step, 0) + 1
+    tier.steps.pin(step)
     try:
         with tier.chunks.kept(layout.manifest_key(step.step, step.serial)):
             yield
     finally:
-        tier.steps.pins[step] -= 1
-        if not tier.steps.pins[step]:
-            del tier.steps.pins[step]
+        tier.steps.unpin(step)
 
 
 @dataclass
@@ -238,15 +236,7 @@ class StepSource:
         if tier is None or index is None:
             return self.tier, [], pieces
         extents = self._extents_on(tier, index)
-        there: list[Piece] = []
-        absent: list[Piece] = []
-        for piece in pieces:
-            where = extents.get(piece.chunk.digest)
-            if where is None:
-                absent.append(piece)
-            else:
-                there.append(dataclasses.replace(piece, chunk=Chunk(piece.chunk.digest, where)))
-        return tier, there, absent
+        return tier, *_placed(pieces, lambda piece: extents.get(piece.chunk.digest))
 
     async def on_another_tier(self, tier: Tier, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
         """The pieces with their places in packs of a tier, by its index of the step, and the pieces that it lacks."""
@@ -254,19 +244,14 @@ class StepSource:
             index = await self._index_on(tier)
         except TieredCkptError:
             return [], pieces  # which `candidates` finds, too, and tells
-        there: list[Piece] = []
-        absent: list[Piece] = []
-        for piece in pieces:
+
+        def sound(piece: Piece) -> Extent | None:
             where = self._where(tier, index, piece.key, piece.ordinal, piece.chunk.digest)
-            if (
-                isinstance(where, Extent)
-                and (tier.name, where) not in self._bad
-                and tier.encoding_of(where, piece.nbytes).fits(where.length, piece.nbytes)
-            ):
-                there.append(dataclasses.replace(piece, chunk=Chunk(piece.chunk.digest, where)))
-            else:
-                absent.append(piece)
-        return there, absent
+            if not isinstance(where, Extent) or (tier.name, where) in self._bad:
+                return None
+            return where if tier.encoding_of(where, piece.nbytes).fits(where.length, piece.nbytes) else None
+
+        return _placed(pieces, sound)
 
     async def _shared(self) -> tuple[Tier | None, StepIndex | None]:
         """The nearest shared tier that holds the step, and its index there."""
@@ -384,6 +369,18 @@ class StepSource:
             if isinstance(chunk.where, Extent):
                 tier.chunks.distrust(chunk.digest, chunk.where)
             self.damage.append(Damage(tier, chunk.digest, layout.array_key(key), error))
+
+
+def _placed(pieces: list[Piece], place: Callable[[Piece], Extent | None]) -> tuple[list[Piece], list[Piece]]:
+    """The pieces that have a ``place``, there, and the others."""
+    there: list[Piece] = []
+    absent: list[Piece] = []
+    for piece in pieces:
+        if (where := place(piece)) is None:
+            absent.append(piece)
+        else:
+            there.append(dataclasses.replace(piece, chunk=Chunk(piece.chunk.digest, where)))
+    return there, absent
 
 
 def _level(state: State, error: TieredCkptError) -> int:

@@ -286,6 +286,17 @@ class Steps:
         """The lock for putting or deleting the step's manifest, so that two such calls have an order."""
         return self._turns.setdefault(step, asyncio.Lock())
 
+    def pin(self, step: StepId) -> None:
+        """Count one reader more of a step."""
+        self.pins[step] = self.pins.get(step, 0) + 1
+
+    def unpin(self, step: StepId) -> None:
+        """Count one reader less of a step."""
+        if self.pins.get(step, 0) > 1:
+            self.pins[step] -= 1
+        else:
+            self.pins.pop(step, None)
+
     def set_apart(self) -> None:
         """Count the steps here as parts of one rank and none as held, until the parts of the other ranks are known."""
         self.parts.update(self.held)
