@@ -22,8 +22,8 @@ from tieredckpt.blobs.base import (
     check_stretches,
     is_key,
 )
+from tieredckpt.blobs.landing import Landing
 from tieredckpt.blobs.object.client import LISTED_AT_ONCE, Client, Range
-from tieredckpt.blobs.object.landing import Landing
 from tieredckpt.blobs.object.refusals import OddName
 from tieredckpt.blobs.object.throttle import SlowDown, Throttle
 from tieredckpt.concurrency import in_thread, outlast, shielded
@@ -123,7 +123,7 @@ class ObjectStore:
         landing = Landing(stretches[0].offset, stretches, digested=True)
         with self._in_use():
             await self._land_range(key, stretches, landing)
-        return landing.digests()
+        return landing.digests
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         self._check(key)

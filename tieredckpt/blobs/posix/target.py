@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import Stretch, span
-from tieredckpt.format.digest import CopyDigester
+from tieredckpt.blobs.landing import Landing
 
 __all__ = ["Bytes", "Stop", "Stopped", "Target"]
 
@@ -42,40 +41,31 @@ class Target:
         self.end = self.begin + span(stretches)
         self.stop = stop or Stop()
         self._stretches = tuple(stretches)
-        self._copier: type[_Copier | CopyDigester] = CopyDigester if digested else _Copier
+        self._digested = digested
         self._guards_memory = threading.Lock()
         self.restart()
+
+    @property
+    def at(self) -> int:
+        """Offset of the next byte that is wanted."""
+        return self._landing.at
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Of all stretches, once everything has been taken."""
+        return self._landing.digests
 
     def restart(self) -> None:
         """Begin again: all bytes are wanted once more."""
         with self._guards_memory:
-            self.at = self.begin
-            """Offset of the next byte that is wanted."""
-            self.digests: list[bytes] = []
-            self._waiting = deque(self._stretches)
-            self._copying: _Copier | CopyDigester | None = None
+            self._landing = Landing(self.begin, self._stretches, digested=self._digested)
 
     def take(self, piece: Bytes) -> None:
         """Copy the bytes of the file from `at` on to the memory. Raises `Stopped` when the memory was taken back."""
         with self._guards_memory:
             if self.stop.is_set():
                 raise Stopped
-            self._take(piece)
-
-    def _take(self, piece: Bytes) -> None:
-        begin, self.at = self.at, self.at + len(piece)
-        while self._waiting and self._waiting[0].offset < self.at:
-            offset, nbytes, into = self._waiting[0]
-            first, end = max(offset, begin), min(offset + nbytes, self.at)
-            if self._copying is None:
-                self._copying = self._copier(nbytes)
-            memory = np.frombuffer(into, dtype=np.uint8)
-            self._copying.copy(piece[first - begin : end - begin], memory[first - offset : end - offset])
-            if end < offset + nbytes:
-                return
-            self.digests.append(self._copying.digest())
-            self._copying = None
-            self._waiting.popleft()
+            self._landing.take(piece)
 
     async def take_back(self) -> None:
         """As `let_go`, without blocking the loop, unless the coroutine is closed; a cancellation waits too."""
@@ -96,18 +86,5 @@ class Target:
         """Stop all writes and references to the memory; waits for a copy under way."""
         self.stop.set()
         with self._guards_memory:
-            self._waiting.clear()
             self._stretches = ()
-
-
-class _Copier:
-    """As `CopyDigester`, without the digest."""
-
-    def __init__(self, nbytes: int) -> None:
-        pass
-
-    def copy(self, src: Bytes, dst: Bytes) -> None:
-        np.copyto(dst, src[: dst.size])
-
-    def digest(self) -> bytes:
-        return b""
+            self._landing = Landing(self.begin, (), digested=False)

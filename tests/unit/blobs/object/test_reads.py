@@ -13,7 +13,7 @@ from support.proxy import Fault, Proxy, abridge, cut, internal_error, lengthen, 
 from support.scenes import SOON
 
 from tieredckpt.blobs.base import BlobStore, Stretch
-from tieredckpt.blobs.object.landing import Landing
+from tieredckpt.blobs.landing import Landing
 from tieredckpt.errors import ShortRead, TierUnavailable
 from tieredckpt.format.digest import digest
 from tieredckpt.testing.backdoor import pattern
