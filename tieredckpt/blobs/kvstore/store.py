@@ -10,7 +10,6 @@ request, and the time of last change is unknown.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ import tensorstore as ts
 from tieredckpt._redact import redacted, redacted_text, secrets_of
 from tieredckpt.blobs.base import BlobInfo, Buffer, Survives, Traits, check_key, check_prefix, is_key
 from tieredckpt.blobs.object import aws_profile
-from tieredckpt.concurrency import until_done
+from tieredckpt.concurrency import in_thread, together, whole
 from tieredckpt.errors import (
     Closed,
     Conflict,
@@ -122,8 +121,7 @@ class KvStoreBlobs:
         data = await self._read(key, slice(offset, offset + len(into)))
         if len(data) != len(into):
             raise ShortRead(f"{self._at(key)} ended after {len(data)} of {len(into)} bytes from {offset} on")
-        copying = asyncio.get_running_loop().run_in_executor(None, _copy, data, into)
-        await until_done(copying, lambda: None)
+        await in_thread(_copy, data, into)
 
     async def put(self, key: str, parts: Sequence[Buffer], *, create_only: bool = False) -> None:
         self._check(key)
@@ -159,10 +157,8 @@ class KvStoreBlobs:
         names = [name for name in (raw.decode("latin-1") for raw in found) if is_key(name)]
         for first in range(0, len(names), _SIZES_AT_A_TIME):
             self._check_open()
-            some = names[first : first + _SIZES_AT_A_TIME]
-            for name, size in zip(some, await self._sizes(some), strict=True):
-                if size is not None:
-                    yield BlobInfo(name, size, 0.0)
+            for info in await self._infos(names[first : first + _SIZES_AT_A_TIME]):
+                yield info
 
     async def delete(self, key: str) -> None:
         self._check(key)
@@ -195,21 +191,14 @@ class KvStoreBlobs:
             case state:
                 raise TierUnavailable(f"{self._at(key)} was not read: TensorStore's answer was {state!r}")
 
-    async def _sizes(self, keys: Sequence[str]) -> Sequence[int | None]:
-        """The size of each object; None for one that was deleted meanwhile."""
+    async def _infos(self, keys: Sequence[str]) -> Sequence[BlobInfo]:
+        async def info(key: str) -> None:
+            with contextlib.suppress(NotFound):  # deleted meanwhile
+                infos.append(BlobInfo(key, await self._size(key), 0.0))
 
-        async def size(key: str) -> int | None:
-            try:
-                return await self._size(key)
-            except NotFound:
-                return None
-
-        # All end before the first error is raised, or they would go on unobserved.
-        found = await asyncio.gather(*map(size, keys), return_exceptions=True)
-        for result in found:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in found if not isinstance(result, BaseException)]
+        infos: list[BlobInfo] = []
+        await together(map(info, keys))
+        return infos
 
     async def _size(self, key: str) -> int:
         try:
@@ -264,9 +253,9 @@ async def _to_its_end(start: Callable[[], ts.Future[T]]) -> T:
     """
 
     async def work() -> T:
-        return await (await asyncio.get_running_loop().run_in_executor(None, start))
+        return await (await in_thread(start))
 
-    return await until_done(asyncio.ensure_future(work()), lambda: None)
+    return await whole(work())
 
 
 def _without_secrets(error: Exception, secrets: tuple[str, ...]) -> Exception:

@@ -18,7 +18,7 @@ from tieredckpt._redact import secrets_of
 from tieredckpt.blobs.base import BlobInfo, Buffer, Unanswered
 from tieredckpt.blobs.object import aws_profile
 from tieredckpt.blobs.object.refusals import meaning, without_secrets
-from tieredckpt.concurrency import outlast, shielded
+from tieredckpt.concurrency import until_done
 from tieredckpt.config.object_tiers import AzureTier, GcsTier, ObjectTier, S3Tier
 from tieredckpt.errors import Invalid, NotFound, TieredCkptError
 from tieredckpt.units import format_size
@@ -130,17 +130,13 @@ class Client:
                     raise given_up from error
                 raise
 
-        running = asyncio.ensure_future(put())
-        try:
-            await shielded(running)
-        except asyncio.CancelledError:
+        def give_up() -> None:
+            nonlocal cancelled
             cancelled = True
-            try:
-                await outlast(asyncio.ensure_future(asyncio.wait([running], timeout=_ABORTS_WITHIN)))
-            finally:  # also of a second cancellation
-                running.cancel()
-                await outlast(running)
-            raise
+            asyncio.get_running_loop().call_later(_ABORTS_WITHIN, running.cancel)
+
+        running = asyncio.ensure_future(put())
+        await until_done(running, give_up)
 
     async def get(self, key: str, start: int | None = None, end: int | None = None, *, piece: int) -> tuple[Range, int]:
         """Read an object, which may be large, or a range of it: the arriving bytes, and the size of the object.

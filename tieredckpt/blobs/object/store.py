@@ -26,7 +26,7 @@ from tieredckpt.blobs.landing import Landing
 from tieredckpt.blobs.object.client import LISTED_AT_ONCE, Client, Range
 from tieredckpt.blobs.object.refusals import OddName
 from tieredckpt.blobs.object.throttle import SlowDown, Throttle
-from tieredckpt.concurrency import in_thread, outlast, shielded
+from tieredckpt.concurrency import in_thread, outlast, until_done
 from tieredckpt.errors import Closed, Corrupt, Invalid, NotFound, ShortRead, TierUnavailable
 
 __all__ = ["ObjectStore"]
@@ -296,14 +296,8 @@ async def _ended(request: Coroutine[Any, Any, None], small: bool) -> None:
     if not small:
         await request
         return
-    running = asyncio.ensure_future(request)
-    try:
-        await shielded(running)
-    except asyncio.CancelledError:
-        await outlast(asyncio.ensure_future(asyncio.wait([running], timeout=_ENDS_WITHIN)))
-        running.cancel()
-        await outlast(running)
-        raise
+    running, later = asyncio.ensure_future(request), asyncio.get_running_loop().call_later
+    await until_done(running, lambda: later(_ENDS_WITHIN, running.cancel))
 
 
 async def _released(views: Sequence[memoryview]) -> None:
