@@ -7,13 +7,18 @@ one thread sees what the other has not completed. Everything that decodes by a t
 from __future__ import annotations
 
 import threading
-from typing import Any, TypeVar, overload
+from typing import Any, Final, TypeVar, overload
 
 import msgspec
 
-__all__ = ["converted", "json_decoder", "msgpack_decoder"]
+from tieredckpt.errors import Corrupt
+
+__all__ = ["UNREADABLE", "converted", "from_json", "from_msgpack", "json_decoder", "msgpack_decoder"]
 
 T = TypeVar("T")
+
+UNREADABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What decoders raise for data that they cannot read: of text that is no UTF-8 a ValueError."""
 
 _guards_types = threading.Lock()
 _json: dict[Any, msgspec.json.Decoder[Any]] = {}
@@ -50,6 +55,23 @@ def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
         with _guards_types:
             found = _msgpack[kind] = msgspec.msgpack.Decoder(kind)
     return found
+
+
+def from_json(data: Any, kind: type[T], flaw: str) -> T:
+    """Decode JSON. Raises `Corrupt`, with ``flaw`` and the reason, for data that are no ``kind``."""
+    return _decoded(json_decoder(kind), data, flaw)
+
+
+def from_msgpack(data: Any, kind: type[T], flaw: str) -> T:
+    """As `from_json`, of MessagePack."""
+    return _decoded(msgpack_decoder(kind), data, flaw)
+
+
+def _decoded(decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T], data: Any, flaw: str) -> T:
+    try:
+        return decoder.decode(data)
+    except UNREADABLE as error:
+        raise Corrupt(f"{flaw}: {error}") from error
 
 
 def converted(value: Any, kind: Any) -> Any:

@@ -415,9 +415,10 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         refused = command_line.run("bench", "--folder", tmp_path, *wrong)
         assert refused.exit_code == 1
         assert "none.json" in refused.output or "nonsense" in refused.output
-    (tmp_path / "old.json").write_text("{}")
-    with pytest.raises(Invalid, match="no report"):
-        load_report(tmp_path / "old.json")
+    for content in (b"{}", b'{"begun": "\xff"}'):
+        (tmp_path / "old.json").write_bytes(content)
+        with pytest.raises(Invalid, match="no report"):
+            load_report(tmp_path / "old.json")
     with pytest.raises(NotFound):
         load_report(tmp_path / "none.json")
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from tieredckpt._decoders import json_decoder
+from tieredckpt._decoders import UNREADABLE, json_decoder
 from tieredckpt.bench.peers import OURS
 from tieredckpt.bench.peers.base import Peer
 from tieredckpt.bench.run import Outcome
@@ -170,7 +170,7 @@ def load_report(path: Path) -> Report:
         return json_decoder(Report).decode(path.read_bytes())
     except FileNotFoundError as error:
         raise NotFound(f"{path}: there is no such report") from error
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise Invalid(f"{path}: is no report of `tieredckpt bench --json`: {error}") from error
 
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tieredckpt._decoders import msgpack_decoder
+from tieredckpt._decoders import UNREADABLE, msgpack_decoder
 from tieredckpt.errors import (
     Closed,
     Conflict,
@@ -78,7 +78,7 @@ def decode(data: bytes, kind: type[M] | object) -> M:
     """Decode a message. Raises `Corrupt` for one that no process of this version sends."""
     try:
         found: M = msgpack_decoder(kind).decode(data)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except UNREADABLE as error:
         text = f"a message of another process cannot be read: {error}; all ranks, and the agent, run one version"
         raise Corrupt(text) from error
     return found

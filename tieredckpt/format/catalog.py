@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredckpt._decoders import msgpack_decoder
+from tieredckpt._decoders import from_msgpack
 from tieredckpt.errors import Corrupt
 from tieredckpt.format import layout
 from tieredckpt.format.crc import crc32c
@@ -145,10 +145,7 @@ def decode_catalog(data: bytes, where: str) -> Catalog:
         raise Corrupt(f"{where} is no catalog of version 3")
     if crc32c(view[:-_CRC_SIZE]) != int.from_bytes(view[-_CRC_SIZE:], "little"):
         raise Corrupt(f"{where} does not match its CRC-32C")
-    try:
-        body = msgpack_decoder(_Body).decode(view[len(_HEAD) : -_CRC_SIZE])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Corrupt(f"{where} is no catalog: {error}") from error
+    body = from_msgpack(view[len(_HEAD) : -_CRC_SIZE], _Body, f"{where} is no catalog")
     count, rest = divmod(len(body.packs), _ID_SIZE)
     if rest or len(body.sizes) != 8 * count or len(body.counts) != 4 * count or len(body.chunks) % RECORD.itemsize:
         raise Corrupt(f"{where}: its columns are not equally long")

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from tieredckpt._decoders import json_decoder
+from tieredckpt._decoders import from_json
 from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
 from tieredckpt.format import digest as digests
 from tieredckpt.format import layout, ocdbt, zarr
@@ -333,10 +333,7 @@ def decode_record(data: bytes, where: str) -> StepRecord:
     """The record of a step, or of a rank's part of one. Raises `Corrupt` for a record that no store writes."""
     if len(data) > _MAX_RECORD:
         raise Corrupt(f"{where}: {layout.STEP_RECORD} has {len(data)} bytes; {_MAX_RECORD} are the most")
-    try:
-        record = json_decoder(StepRecord).decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Corrupt(f"{where}: {layout.STEP_RECORD} cannot be read: {error}") from error
+    record = from_json(data, StepRecord, f"{where}: {layout.STEP_RECORD} cannot be read")
     if record.format_version != layout.FORMAT_VERSION or record.digest != digests.NAME:
         raise Corrupt(f"{where}: a step of format {record.format_version}; use a newer tieredckpt")
     if record.ranks < 1 or not (record.rank is None or 0 <= record.rank < record.ranks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tieredckpt._decoders import json_decoder
+from tieredckpt._decoders import from_json
 from tieredckpt.errors import Corrupt
 from tieredckpt.format import digest as digests
 from tieredckpt.format import layout
@@ -52,10 +52,7 @@ def encode_marker(marker: StoreMarker) -> bytes:
 
 def decode_marker(data: bytes, where: str) -> StoreMarker:
     """Raises `Corrupt` for anything but a marker of a format that this version reads."""
-    try:
-        marker = json_decoder(StoreMarker).decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Corrupt(f"{where}/{layout.MARKER} does not mark a tieredckpt store: {error}") from error
+    marker = from_json(data, StoreMarker, f"{where}/{layout.MARKER} does not mark a tieredckpt store")
     if marker.format_version not in layout.FORMAT_VERSIONS or marker.digest != digests.NAME:
         raise Corrupt(
             f"{where} holds format {marker.format_version} with digest {marker.digest!r}; this version reads "

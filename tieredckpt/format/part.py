@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredckpt._decoders import msgpack_decoder
+from tieredckpt._decoders import from_msgpack
 from tieredckpt.errors import Corrupt, Invalid, TieredCkptError
 from tieredckpt.format import digest as digests
 from tieredckpt.format import layout
@@ -209,10 +209,7 @@ def _open(data: bytes, where: str) -> _Body:
     view = memoryview(data)
     if crc32c(view[:-_CRC_SIZE]) != int.from_bytes(view[-_CRC_SIZE:], "little"):
         raise Corrupt(f"{where} does not match its CRC-32C")
-    try:
-        return _DECODER.decode(view[_HEAD.size : -_CRC_SIZE])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Corrupt(f"{where} is malformed: {error}") from error
+    return from_msgpack(view[_HEAD.size : -_CRC_SIZE], _Body, f"{where} is malformed")
 
 
 @lru_cache(maxsize=4)
@@ -290,6 +287,3 @@ def _extents(body: _Body, count: int, where: str) -> tuple[NDArray[np.uint64], I
     sizes = lengths.tolist()
     known = dict(zip(sizes, sizes, strict=True))
     return lengths, map(Extent, paths, offsets.tolist(), map(known.__getitem__, sizes))
-
-
-_DECODER: Final = msgpack_decoder(_Body)

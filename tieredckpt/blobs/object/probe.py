@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tieredckpt._decoders import json_decoder
+from tieredckpt._decoders import from_json
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.blobs.object.refusals import NoConditions, NoRanges
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, ShortRead
@@ -67,6 +67,6 @@ async def verdict_of(store: BlobStore, endpoint: str) -> Verdict:
 
 async def _kept(store: BlobStore) -> Verdict | None:
     try:
-        return json_decoder(Verdict).decode(await store.get(VERDICT, limit=_MAX))
-    except (NotFound, Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
+        return from_json(await store.get(VERDICT, limit=_MAX), Verdict, VERDICT)
+    except (NotFound, Corrupt):
         return None

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tieredckpt._decoders import json_decoder
+from tieredckpt._decoders import from_json
 from tieredckpt.blobs.posix.files import open_regular, skip_unreadable
 from tieredckpt.errors import Corrupt
 
@@ -23,11 +23,10 @@ def read_json(path: Path, kind: type[S], *, limit: int) -> S | None:
 
     Raises `TierUnavailable` if no file can be opened now.
     """
-    damaged = Corrupt, msgspec.MsgspecError, UnicodeDecodeError, RecursionError
-    with contextlib.suppress(*damaged), skip_unreadable(path):
+    with contextlib.suppress(Corrupt), skip_unreadable(path):
         fd = open_regular(path, os.O_RDONLY, follow_symlinks=False)
         with os.fdopen(fd, "rb") as file:
-            return json_decoder(kind).decode(file.read(limit + 1))
+            return from_json(file.read(limit + 1), kind, str(path))
     return None
 
 

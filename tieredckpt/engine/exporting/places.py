@@ -14,10 +14,10 @@ from typing import Protocol
 
 import msgspec
 
-from tieredckpt._decoders import json_decoder
+from tieredckpt._decoders import from_json
 from tieredckpt.blobs.posix.stream import Blocks
 from tieredckpt.config.formats import Files
-from tieredckpt.errors import Conflict, Corrupt
+from tieredckpt.errors import Conflict
 
 __all__ = ["RECORD", "Place", "Record", "Writing", "decode", "encode", "folder_name", "number_of", "other_than"]
 
@@ -109,10 +109,7 @@ def encode(record: Record) -> bytes:
 
 def decode(data: bytes, where: str) -> Record:
     """Raises `Corrupt` for anything but the record of an export."""
-    try:
-        return json_decoder(Record).decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Corrupt(f"{where} is not the record of an export: {error}") from error
+    return from_json(data, Record, f"{where} is not the record of an export")
 
 
 def other_than(where: str) -> Conflict:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tieredckpt._decoders import json_decoder
+from tieredckpt._decoders import from_json
 from tieredckpt.engine.opening.unreadable import Reads
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
@@ -133,7 +133,7 @@ async def _is_of_another_format(tier: Tier) -> bool:
     """Whether a marker that this version refuses is a sound one of another version, which must not be replaced."""
     try:
         data = await tier.store.get(layout.MARKER, limit=layout.MARKER_MAX)
-        found = json_decoder(_AnyMarker).decode(data)
-    except (Corrupt, NotFound, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = from_json(data, _AnyMarker, layout.MARKER)
+    except (Corrupt, NotFound):
         return False
     return found.format_version not in layout.FORMAT_VERSIONS

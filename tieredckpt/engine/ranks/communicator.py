@@ -14,10 +14,10 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from tieredckpt._decoders import msgpack_decoder
+from tieredckpt._decoders import from_msgpack
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.engine import limits
-from tieredckpt.errors import Corrupt, Invalid, RanksUnavailable
+from tieredckpt.errors import Invalid, RanksUnavailable
 from tieredckpt.format.merging import show_ranks
 
 __all__ = [
@@ -188,10 +188,7 @@ async def exchange(communicator: Communicator, topic: str, data: bytes, *, timeo
         return answers
     await communicator.send([COORDINATOR], topic, data)
     answer = await communicator.recv(COORDINATOR, topic, timeout=timeout + limits.in_force.wait_longer)
-    try:
-        everyone = msgpack_decoder(_Gathered).decode(answer)
-    except msgspec.DecodeError as error:
-        raise Corrupt(f"the answer of rank 0 in {topic!r} cannot be read: {error}") from error
+    everyone = from_msgpack(answer, _Gathered, f"the answer of rank 0 in {topic!r} cannot be read")
     if everyone.missing:
         raise RanksMissing(_missing(everyone.missing, topic, timeout), everyone.missing)
     return everyone.answers

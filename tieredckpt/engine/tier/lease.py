@@ -24,7 +24,7 @@ from typing import Annotated
 
 import msgspec
 
-from tieredckpt._decoders import json_decoder
+from tieredckpt._decoders import UNREADABLE, json_decoder
 from tieredckpt.blobs.base import BlobInfo, BlobStore, ListAtOnce
 from tieredckpt.blobs.boot import boot_id
 from tieredckpt.concurrency import whole
@@ -64,7 +64,7 @@ def decode_holder(data: bytes) -> Holder | None:
     """The holder that a lease names; None for what is torn, or no lease at all."""
     try:
         return json_decoder(Holder).decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 

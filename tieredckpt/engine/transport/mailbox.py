@@ -30,12 +30,12 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from tieredckpt._decoders import msgpack_decoder
+from tieredckpt._decoders import from_msgpack
 from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.ranks.communicator import COORDINATOR, RanksMissing, node_of_this_process
 from tieredckpt.engine.ranks.inbox import Inbox
-from tieredckpt.errors import Closed, Invalid, RanksUnavailable, TieredCkptError
+from tieredckpt.errors import Closed, Corrupt, Invalid, RanksUnavailable, TieredCkptError
 from tieredckpt.format.merging import show_ranks
 
 __all__ = ["Carrier", "Idle", "Mailbox"]
@@ -101,8 +101,6 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_read_hello = msgpack_decoder(_Hello).decode
-_read_message = msgpack_decoder(_Message).decode
 
 
 class Mailbox:
@@ -229,8 +227,8 @@ class Mailbox:
     async def _hellos(self) -> list[_Hello]:
         found = []
         for message in await self._carried(self._carrier.take(_HELLO)):
-            with suppress(msgspec.DecodeError):
-                hello = _read_hello(message)
+            with suppress(Corrupt):
+                hello = from_msgpack(message, _Hello, "no hello")
                 if hello.size == self.size and 0 < hello.rank < self.size:
                     found.append(hello)
         return found
@@ -336,9 +334,9 @@ class Mailbox:
         found = []
         for message in messages:
             try:
-                found.append(_read_message(message))
-            except msgspec.DecodeError as error:
-                _log.warning("rank %d: a message in its mailbox cannot be read: %s", self.rank, error)
+                found.append(from_msgpack(message, _Message, "a message in its mailbox cannot be read"))
+            except Corrupt as error:
+                _log.warning("rank %d: %s", self.rank, error)
         return found
 
     async def _put_all(self, message: _Message, to: Collection[int] | None = None) -> None:

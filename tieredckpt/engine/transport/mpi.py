@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from tieredckpt._decoders import msgpack_decoder
+from tieredckpt._decoders import from_msgpack
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.ranks.communicator import exchange, node_of_this_process
 from tieredckpt.engine.ranks.inbox import Inbox
 from tieredckpt.engine.transport.foreign_thread import ForeignThread
 from tieredckpt.engine.transport.mailbox import Idle
-from tieredckpt.errors import Invalid, RanksUnavailable
+from tieredckpt.errors import Corrupt, Invalid, RanksUnavailable
 
 __all__ = ["MpiCommunicator"]
 
@@ -57,7 +57,6 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgpack_decoder(_Message).decode
 
 
 class MpiCommunicator:
@@ -170,8 +169,8 @@ class MpiCommunicator:
                 self._inbox.trouble = error
                 messages = []
             for source, message in messages:
-                with suppress(msgspec.DecodeError):
-                    said = _decode(message)
+                with suppress(Corrupt):
+                    said = from_msgpack(message, _Message, "no message")
                     self._inbox.arrived(source, said.topic, said.data)
             if messages:
                 idle.over()

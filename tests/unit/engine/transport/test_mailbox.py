@@ -301,7 +301,10 @@ async def test_letters_that_are_not_of_the_session_are_dropped(office: Office) -
     others = mailboxes(office)
     await meet(others)
     mailbox = f"1-{others[1]._endpoint}"
-    office.mailboxes.setdefault(mailbox, {}).update(old=stolen, junk=b"\xc1 no message", empty=b"")
+    await others[0].send([1], "word", b"of this session")
+    no_text = b"\x93\xa4post\xa1\xff\x00"
+    office.mailboxes[mailbox].update(old=stolen, junk=b"\xc1 no message", empty=b"", no_text=no_text)
+    assert await others[1].recv(0, "word", timeout=5) == b"of this session"
     with pytest.raises(RanksUnavailable):
         await others[1].recv(0, "word", timeout=0.2)
     assert mailbox not in office.mailboxes

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from tieredckpt._decoders import msgpack_decoder
+from tieredckpt._decoders import from_msgpack
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.digest import SIZE
 
@@ -102,10 +102,7 @@ def decode_tasks(data: bytes) -> list[Task]:
 
 
 def _decode(data: bytes, kind: type[T]) -> T:
-    try:
-        return msgpack_decoder(kind).decode(data)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise Corrupt(f"a message about an exchange of chunks cannot be read: {error}") from error
+    return from_msgpack(data, kind, "a message about an exchange of chunks cannot be read")
 
 
 def _packed(numbers: Collection[int]) -> bytes:
