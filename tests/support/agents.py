@@ -1,21 +1,61 @@
-"""What tests of agents share: who is the agent of a folder, and that none outlives its test."""
+"""What tests of agents share: trainers that die, who is the agent of a folder, and that none outlives its test."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from support.scenes import SOON, ram_in
-from tieredckpt import CheckpointStore
+from support.scenes import SOON, config, ram, ram_in
+from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.engine.agent.process import LOCK, LOG, lives
+
+DYING = """
+import json, os, signal, sys
+from support.agents import agent_of
+from support.scenes import tree
+from tieredckpt import CheckpointStore
+store = CheckpointStore.open(json.loads(sys.argv[1])).sync().__enter__()
+for step in map(int, sys.argv[2:]):
+    store.save(step, tree(step))
+if store.config.promote_in == "agent":
+    os.kill(agent_of(store.config.tiers[0].path), signal.SIGSTOP)  # or it might have ended before the test looks
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def settings(shared_memory: Path, disk: dict[str, Any], **more: Any) -> StoreConfig:
+    return config({"ram": ram(shared_memory, on_close="keep"), "disk": disk}, promote_in="agent", **more)
+
+
+def save_and_die(settings: StoreConfig, *steps: int) -> None:
+    """A trainer that is killed as soon as the last save has returned; if it has an agent, that is stopped."""
+    done = subprocess.run(
+        [sys.executable, "-c", DYING, json.dumps(settings.model_dump(mode="json")), *map(str, steps)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def go_on(ram_folder: Path) -> int:
+    """Let the agent go on that was stopped when its trainer died; its process."""
+    agent = agent_of(ram_folder)
+    os.kill(agent, signal.SIGCONT)
+    return agent
 
 
 def agent_of(folder: Path, *, after: int | None = None) -> int:

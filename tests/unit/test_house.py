@@ -10,7 +10,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "tieredckpt", ROOT / "tests/unit"
 
 ELSEWHERE = {
-    "agent": ("tests/unit/engine/agent", "tests/crash/test_agents_and_trainers.py"),
+    "agent": (
+        "tests/unit/engine/agent",
+        "tests/crash/test_agents_and_trainers.py",
+        "tests/crash/test_agents_of_users.py",
+    ),
     "bench": ("tests/unit/cli/test_bench.py", "tests/unit/test_bench_gpu.py", "tests/benchmarks"),
     "bench/peers": ("tests/benchmarks",),
     "blobs/kvstore": ("tests/unit/blobs/test_kvstore.py", "tests/conformance"),
