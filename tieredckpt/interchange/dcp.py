@@ -269,73 +269,74 @@ def _write(step: StepContent, to: Path) -> dict[str, bytes]:
     left_out = {info.key for info in step.arrays} - {spec.key for spec in specs.values()}
     if left_out:
         raise Invalid(f"array {min(left_out)!r} lies in a container that DCP does not have; export another part")
-    written: dict[str, bytes] = {}
-    infos = {info.key: info for info in step.arrays}
-
-    def read(stand_ins: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
-        """The tensors of stand-ins, in their order, with the identity of each stand-in."""
-        arrays = step.read([infos[specs[id(each)].key] for each in stand_ins])
-        for stand_in, (_, array) in zip(stand_ins, arrays, strict=True):
-            yield id(stand_in), tensor(stand_in, array)
-
-    def tensor(stand_in: Any, array: npt.NDArray[Any]) -> torch.Tensor:
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)
-        flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        return flat.view(stand_in.dtype).reshape(stand_in.shape)
-
-    class Planner(DefaultSavePlanner):
-        """DCP asks for values first, then for tensors in the order of its state dict, each when the last is written."""
-
-        coming: deque[Any] | None = None
-        tensors: Iterator[tuple[int, torch.Tensor]]
-        memory: npt.NDArray[np.uint8]
-
-        def resolve_data(self, write_item: WriteItem) -> Any:
-            name = write_item.index.fqn
-            value = self.state_dict[name]
-            if id(value) in specs:
-                found = self.tensor_of(value)
-                written[name] = content(found.reshape(-1).view(torch.uint8).numpy())
-                return found
-            # A tuple may have tensors too. DCP stores it as one pickle, and its reader looks for just that where the
-            # state dict to load into has a tuple, so they cannot be items of their own, as those of a list are.
-            leaves = optree.tree_leaves(value, none_is_leaf=True)
-            tensors = dict(read([leaf for leaf in leaves if id(leaf) in specs]))
-            whole = optree.tree_map(lambda leaf: tensors.get(id(leaf), leaf), value, none_is_leaf=True)
-            data = self.transform_object(write_item, whole)
-            written[name] = content(np.frombuffer(data.getbuffer(), np.uint8))
-            if tensors:
-                whole = tensors = None
-                gc.collect(1)  # see `tensor_of`
-            return data
-
-        def tensor_of(self, stand_in: Any) -> torch.Tensor:
-            """A tensor, in memory that all tensors share in turn.
-
-            What `torch.save` wrote stays in cycles of its pickler until Python happens to look for garbage.
-            """
-            if self.coming is None:
-                self.coming = deque(each for each in self.state_dict.values() if id(each) in specs)
-                # At least a byte: memory of none has the stride 0, of which torch makes no view.
-                self.memory = np.empty(max((each.nbytes for each in self.coming), default=0) or 1, np.uint8)
-                self.tensors = read(tuple(self.coming))
-            if self.coming and self.coming[0] is stand_in:
-                self.coming.popleft()
-                _, found = next(self.tensors)
-            else:  # a version of DCP with another order
-                ((_, found),) = read([stand_in])
-            shared = torch.from_numpy(self.memory[: found.nbytes]).view(found.dtype).reshape(found.shape)
-            return shared.copy_(found)
-
+    planner = _Planner(step, specs)
     try:
         with warnings.catch_warnings():  # DCP warns that it is one process
             warnings.simplefilter("ignore", UserWarning)
-            dcp.save(
-                tree, storage_writer=FileSystemWriter(to, per_thread_copy_ahead=0), planner=Planner(), no_dist=True
-            )
+            dcp.save(tree, storage_writer=FileSystemWriter(to, per_thread_copy_ahead=0), planner=planner, no_dist=True)
     except CheckpointException as error:
         raise _first(error) from error
-    return written
+    return planner.written
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP asks for values first, then for tensors in the order of its state dict, each when the last is written."""
+
+    coming: deque[Any] | None = None
+    tensors: Iterator[tuple[int, torch.Tensor]]
+    memory: npt.NDArray[np.uint8]
+
+    def __init__(self, step: StepContent, specs: Mapping[int, ArraySpec]) -> None:
+        """``specs`` are the arrays of ``step``, by the identity of the tensors that stand in for them."""
+        super().__init__()
+        self.step, self.specs = step, specs
+        self.infos = {info.key: info for info in step.arrays}
+        self.written: dict[str, bytes] = {}
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        name = write_item.index.fqn
+        value = self.state_dict[name]
+        if id(value) in self.specs:
+            found = self.tensor_of(value)
+            self.written[name] = content(found.reshape(-1).view(torch.uint8).numpy())
+            return found
+        # A tuple may have tensors too. DCP stores it as one pickle, and its reader looks for just that where the
+        # state dict to load into has a tuple, so they cannot be items of their own, as those of a list are.
+        leaves = optree.tree_leaves(value, none_is_leaf=True)
+        tensors = dict(self.read([leaf for leaf in leaves if id(leaf) in self.specs]))
+        whole = optree.tree_map(lambda leaf: tensors.get(id(leaf), leaf), value, none_is_leaf=True)
+        data = self.transform_object(write_item, whole)
+        self.written[name] = content(np.frombuffer(data.getbuffer(), np.uint8))
+        if tensors:
+            del whole, tensors
+            gc.collect(1)  # see `tensor_of`
+        return data
+
+    def tensor_of(self, stand_in: Any) -> torch.Tensor:
+        """A tensor, in memory that all tensors share in turn.
+
+        What `torch.save` wrote stays in cycles of its pickler until Python happens to look for garbage.
+        """
+        if self.coming is None:
+            self.coming = deque(each for each in self.state_dict.values() if id(each) in self.specs)
+            # At least a byte: memory of none has the stride 0, of which torch makes no view.
+            self.memory = np.empty(max((each.nbytes for each in self.coming), default=0) or 1, np.uint8)
+            self.tensors = self.read(tuple(self.coming))
+        if self.coming and self.coming[0] is stand_in:
+            self.coming.popleft()
+            _, found = next(self.tensors)
+        else:  # a version of DCP with another order
+            ((_, found),) = self.read([stand_in])
+        shared = torch.from_numpy(self.memory[: found.nbytes]).view(found.dtype).reshape(found.shape)
+        return shared.copy_(found)
+
+    def read(self, stand_ins: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The tensors of stand-ins, in their order, with the identity of each stand-in."""
+        arrays = self.step.read([self.infos[self.specs[id(each)].key] for each in stand_ins])
+        for stand_in, (_, array) in zip(stand_ins, arrays, strict=True):
+            native = array.astype(array.dtype.newbyteorder("="), copy=False)
+            flat = torch.from_numpy(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
+            yield id(stand_in), flat.view(stand_in.dtype).reshape(stand_in.shape)
 
 
 def _first(error: CheckpointException) -> BaseException:
