@@ -30,6 +30,7 @@ from tieredckpt.format.manifest import StepIndex, StepRecord, decode_step, encod
 from tieredckpt.format.merging import merge
 from tieredckpt.format.part import decode_part
 from tieredckpt.format.rounding import round_values
+from tieredckpt.format.scalars import scalar_value
 from tieredckpt.format.structure import (
     CONTAINERS,
     ArrayNode,
@@ -38,7 +39,6 @@ from tieredckpt.format.structure import (
     TypedNode,
     decode_structure,
     encode_structure,
-    scalar_value,
     walk,
 )
 from tieredckpt.format.zarr import dtype_name

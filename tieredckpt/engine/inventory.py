@@ -23,7 +23,8 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
 from tieredckpt.format.derivation import Derivation
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
-from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, ObjectNode, scalar_value, walk
+from tieredckpt.format.scalars import scalar_value
+from tieredckpt.format.structure import CONTAINERS, ArrayNode, Node, ObjectNode, walk
 from tieredckpt.tree.select import select
 
 __all__ = [

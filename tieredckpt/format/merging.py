@@ -15,6 +15,7 @@ from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex, StepRecord
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray
 from tieredckpt.format.replicas import ReplicasDisagree, differences, show_difference, show_ranks
+from tieredckpt.format.scalars import scalar_value
 from tieredckpt.format.structure import (
     CONTAINERS,
     MAP,
@@ -26,7 +27,6 @@ from tieredckpt.format.structure import (
     TypedNode,
     is_dict,
     names_of,
-    scalar_value,
     with_children,
 )
 

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.casts import rounded_to_odd
-from tieredckpt.format.structure import ArrayNode, BoolNode, ComplexNode, FloatNode, IntNode, Node, scalar_value
+from tieredckpt.format.scalars import scalar_value
+from tieredckpt.format.structure import ArrayNode, BoolNode, ComplexNode, FloatNode, IntNode, Node
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.device_target import DeviceTarget, Filled
 

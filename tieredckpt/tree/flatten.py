@@ -10,6 +10,7 @@ import numpy as np
 from tieredckpt.devices.base import Device, Event
 from tieredckpt.errors import Corrupt, Invalid, NotFound
 from tieredckpt.format.keys import LEAF_KEY, MAX_KEY_BYTES, ROOT, child_key, show_key
+from tieredckpt.format.scalars import scalar_node, scalar_value
 from tieredckpt.format.structure import (
     CONTAINERS,
     MAX_DEPTH,
@@ -22,8 +23,6 @@ from tieredckpt.format.structure import (
     TypedNode,
     container,
     names_of,
-    scalar_node,
-    scalar_value,
 )
 from tieredckpt.format.zarr import dtype_from_name
 from tieredckpt.tree.arrays import MadeAs, as_array_leaf, made

@@ -17,6 +17,7 @@ import msgspec
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.keys import LEAF_KEY, ROOT, child_key, show_key
+from tieredckpt.format.scalars import scalar_node, scalar_value
 from tieredckpt.format.structure import (
     CONTAINERS,
     ArrayNode,
@@ -28,8 +29,6 @@ from tieredckpt.format.structure import (
     ObjectNode,
     TypedNode,
     names_of,
-    scalar_node,
-    scalar_value,
     walk,
     with_children,
 )

@@ -12,6 +12,7 @@ import numpy as np
 
 from tieredckpt.errors import Invalid
 from tieredckpt.format.keys import show_key
+from tieredckpt.format.scalars import scalar_value
 from tieredckpt.format.structure import (
     CONTAINERS,
     ArrayNode,
@@ -24,7 +25,6 @@ from tieredckpt.format.structure import (
     ObjectNode,
     TypedNode,
     is_dict,
-    scalar_value,
     walk,
 )
 from tieredckpt.format.zarr import dtype_from_name

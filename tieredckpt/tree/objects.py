@@ -23,14 +23,13 @@ import numpy as np
 
 from tieredckpt._decoders import converted
 from tieredckpt.errors import Corrupt, Invalid
+from tieredckpt.format.scalars import scalar_node, scalar_value
 from tieredckpt.format.structure import (
     MAX_INLINE_BYTES,
     MAX_JSON_INT,
     MAX_PLAIN_DEPTH,
     ObjectNode,
     ScalarNode,
-    scalar_node,
-    scalar_value,
 )
 from tieredckpt.tree.codec import Codec
 
