@@ -68,6 +68,8 @@ def remembered(store: CheckpointStore) -> list[str]:
             for task in tuple(group._tasks)
             if not task.get_name().startswith(("tieredckpt log of", "tieredckpt shared tiers", "tieredckpt copies in"))
         ],
-        "replicas": () if rank.replicas is None else sorted(rank.replicas._has.keys() - first.steps.held.keys())[:-1],
+        "replicas": ()
+        if rank.replicas is None
+        else sorted(rank.replicas._ledger._has.keys() - first.steps.held.keys())[:-1],
     }
     return [f"{name}: {what}" for name, what in found.items() if what]

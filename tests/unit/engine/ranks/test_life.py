@@ -370,4 +370,4 @@ async def test_a_long_training_remembers_no_more_of_steps_that_are_gone(place: R
             engine = store._life.engine
             held = sum(len(tier.steps.held) for tier in engine.state.tiers)
             assert len(engine.state.tier("disk").steps.tombstones) <= held + 1
-            assert len(engine.mode.ranked.replicas._has) <= held
+            assert len(engine.mode.ranked.replicas._ledger._has) <= held

@@ -1,1 +1,3 @@
-"""Replicas of the ranks' parts: `placement` chooses the nodes, `replication` keeps the copies that are due."""
+"""Replicas of the ranks' parts: `placement` chooses the nodes, `ledger` knows what copies are due, `replication` has
+them made.
+"""

@@ -30,6 +30,7 @@ from tieredckpt.engine.ranks.communicator import COORDINATOR, exchange, gather
 from tieredckpt.engine.ranks.group import Group, vote
 from tieredckpt.engine.ranks.messages import Replicate, Replicated
 from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, receive_part, send_part
+from tieredckpt.engine.ranks.replicas.ledger import Ledger
 from tieredckpt.engine.ranks.replicas.placement import copies_possible, place_ranks
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
@@ -91,11 +92,7 @@ class Replication:
         self._placed: tuple[tuple[int, ...], ...] = ()
         self.kept: dict[int, Tier] = {}
         """The tiers that hold the parts of other ranks, by rank."""
-        self._has: dict[StepId, dict[int, set[int]]] = {}
-        """At rank 0: by step and part, the ranks that have it."""
-        self._tried: set[StepId] = set()
-        """At rank 0: steps whose copies failed; the next step is tried again."""
-        self._ordered = 0
+        self._ledger = Ledger(state, group.size)
         self._unsubscribe: Callable[[], None] = lambda: None
 
     @property
@@ -177,10 +174,10 @@ class Replication:
             has: _Has = decode(data, _Has)
             for part, steps in ({rank: has.own} | has.kept).items():
                 for step in steps:
-                    self._note(step, part, rank)
+                    self._ledger.note(step, part, rank)
         for step, homes in self._commits.homes.items():
             for part, rank in homes.items():
-                self._note(step, part, rank)
+                self._ledger.note(step, part, rank)
         return b""
 
     async def _open_kept(self, owner: int) -> None:
@@ -221,49 +218,18 @@ class Replication:
 
     def saved(self, step: StepId) -> None:
         """Note that a step was committed, so each rank has its own part of it."""
-        held = self._own.steps.held  # what has left RAM is copied no more, and would pile up where no copy succeeds
-        self._has = {known: has for known, has in self._has.items() if known in held}
-        self._tried &= held.keys()
-        for rank in range(self._group.size):
-            self._note(step, rank, rank)
-
-    def _note(self, step: StepId, part: int, rank: int) -> None:
-        self._has.setdefault(step, {}).setdefault(part, set()).add(rank)
+        self._ledger.saved(step)
 
     async def lead(self) -> None:
         """At rank 0: request copies whenever some are missing, until cancelled."""
         if self.copies == 1:
             return
         while True:
-            request = self._next()
+            request = self._ledger.missing(self._placed, self.copies)
             if request is None:
                 await self._state.changed.wait()
                 continue
             await self._replicate_on_all(request)
-
-    def _stays(self, step: StepId) -> bool:
-        """Whether RAM here holds the step, and nobody evicts or deletes it just now."""
-        return step in self._own.steps.held and step not in self._own.steps.leaving | self._state.deleting
-
-    def _next(self) -> Replicate | None:
-        """The missing copies of the newest step, if they can be made."""
-        held = self._own.steps.held
-        step = max((step for step in held if self._state.on_line(step.serial) and self._stays(step)), default=None)
-        if step is None or step in self._tried or held[step].record.ranks != self._group.size:
-            return None
-        has = self._has.get(step, {})
-        if len(has) < self._group.size:
-            return None  # a part is nowhere in RAM
-        copies = [
-            (part, min(has[part], key=lambda rank: (rank != part, rank)), rank)
-            for part, holders in enumerate(self._placed)
-            for rank in (part, *holders)
-            if rank not in has[part]
-        ]
-        if not copies and self._state.membership.replicated.get(step) == self.copies:
-            return None
-        self._ordered += 1
-        return Replicate(self._ordered, step.step, step.serial, tuple(copies))
 
     async def _replicate_on_all(self, request: Replicate) -> None:
         step, begin = StepId(request.serial, request.step), time.monotonic()
@@ -282,16 +248,15 @@ class Replication:
         except TieredCkptError as error:
             failure = Failure.of(error)
             ranks = error.ranks if isinstance(error, RanksUnavailable) else ()
-        if not self._stays(step):
+        if not self._ledger.stays(step):
             return  # it was evicted meanwhile, or is about to be: the copies of an older one are still of use
         if failure is None:
+            self._ledger.made(request)
             for part, _, rank in request.copies:
-                self._note(step, part, rank)
                 if rank == part:
                     self._commits.homes.get(step, {}).pop(part, None)
-            self._has = {known: has for known, has in self._has.items() if known >= step}
         else:
-            self._tried.add(step)
+            self._ledger.failed(step)
         result = Replicated(request.step, request.serial, self.copies, sent, time.monotonic() - begin, failure, ranks)
         self._group.publish(result)
         await self.apply_result(result)
