@@ -161,6 +161,26 @@ def test_after_the_loss_of_a_node_a_path_means_what_it_named_before(
     io._opened().store.close()
 
 
+@pytest.mark.parametrize("later", ["last", "3"], ids=["written over", "removed"])
+def test_what_was_removed_while_it_was_needed_is_deleted_by_a_later_process(
+    later: str, tmp_path: Path, shared_memory: Path
+) -> None:
+    io = program.TieredCheckpointIO(rarely_on_disk(tmp_path, shared_memory / "ram"))
+    for step, name in ((2, "last"), (3, later)):
+        io.save_checkpoint({"global_step": step, "w": torch.ones(3)}, tmp_path / f"{name}.ckpt")
+    if later != "last":
+        io.remove_checkpoint(tmp_path / "last.ckpt")
+    io.teardown()
+    assert io._opened().store.all_steps() == (2, 3)  # step 3 is in RAM alone
+    io._opened().store.close()
+    io = program.TieredCheckpointIO(rarely_on_disk(tmp_path, shared_memory / "ram"))
+    io.save_checkpoint({"global_step": 4, "w": torch.ones(3)}, tmp_path / "4.ckpt")
+    io.teardown()
+    assert io._opened().store.all_steps() == (3, 4)
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", f"{later}.ckpt", "4.ckpt"}
+    io._opened().store.close()
+
+
 @pytest.mark.parametrize("lossy", [False, True], ids=["", "also with a nearer tier of lossy copies"])
 def test_the_checkpoint_before_slurm_ends_the_job_outlives_the_node(
     tmp_path: Path, shared_memory: Path, lossy: bool
@@ -239,6 +259,19 @@ def test_a_checkpoint_of_lightnings_own_is_read_without_running_it(tmp_path: Pat
     torch.save({"f": subprocess.run}, tmp_path / "forged.ckpt")
     with pytest.raises(Exception, match="Weights only load failed"):
         io.load_checkpoint(tmp_path / "forged.ckpt")
+
+
+def test_saves_in_a_thread_of_lightning_and_removals_beside_them_open_one_store(
+    tmp_path: Path, shared_memory: Path
+) -> None:
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    behind = lightning.pytorch.plugins.io.AsyncCheckpointIO(io)
+    for step in (1, 2, 3):
+        behind.save_checkpoint({"global_step": step, "w": torch.full((3,), float(step))}, tmp_path / f"{step}.ckpt")
+        behind.remove_checkpoint(tmp_path / "absent.ckpt")
+    behind.teardown()
+    assert io._opened().store.all_steps() == (1, 2, 3)
+    io._opened().store.close()
 
 
 def test_a_failing_tier_ends_no_training(tmp_path: Path, shared_memory: Path, faults: FaultyTiers) -> None:

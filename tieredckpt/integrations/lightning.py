@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -67,6 +68,7 @@ class TieredCheckpointIO(CheckpointIO):
         self._source = _checked(source)
         self._steps: NamedSteps | None = None
         self._hyperparameters = Hyperparameters()
+        self._one_call = threading.RLock()  # Lightning's AsyncCheckpointIO saves in a thread, and removes beside it
 
     def _opened(self) -> NamedSteps:
         if self._steps is None:
@@ -79,11 +81,12 @@ class TieredCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise TypeError("TieredCheckpointIO takes no storage_options: the store's configuration says where and how")
         check_local(path)
-        steps = self._opened()
-        storable = self._hyperparameters.storable(steps.store, checkpoint)
-        if not steps.save(_step_of(checkpoint, path), storable, path):
-            steps.remove(path)  # a file that names another step would leave that step nameless
-            TorchCheckpointIO().save_checkpoint(checkpoint, path)
+        with self._one_call:
+            steps = self._opened()
+            storable = self._hyperparameters.storable(steps.store, checkpoint)
+            if not steps.save(_step_of(checkpoint, path), storable, path):
+                steps.remove(path)  # a file that names another step would leave that step nameless
+                TorchCheckpointIO().save_checkpoint(checkpoint, path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -108,8 +111,9 @@ class TieredCheckpointIO(CheckpointIO):
         return _placed(restored.tree, map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        if not self._opened().remove(path):
-            TorchCheckpointIO().remove_checkpoint(path)
+        with self._one_call:
+            if not self._opened().remove(path):
+                TorchCheckpointIO().remove_checkpoint(path)
 
     def as_file(self, path: str | os.PathLike[str]) -> io.BytesIO:
         """The checkpoint at ``path`` as a file in memory, for ``MyModule.load_from_checkpoint(io.as_file(path))``."""

@@ -29,6 +29,9 @@ _STEP = "tieredckpt"
 """Prefix of the files that name a step."""
 _LARGEST = 1 << 20
 """Most bytes of such a file."""
+_REMOVED = ".tieredckpt-removed"
+"""Prefix of files beside removed paths: each names a save that is to be deleted as soon as the store permits it, also
+by a later process."""
 _LAST_BEFORE_THE_END = re.compile(r"hpc_ckpt_\d+\.ckpt")
 """Name of the checkpoint that Lightning saves when Slurm warns that the job ends, to resume from in the next one."""
 PATHS = "named_at"
@@ -69,8 +72,8 @@ class NamedSteps:
         self._writes_files = writes_files
         self._saved: dict[int, _NamedSave] = {}
         """The saves of this fit, by step."""
-        self._unnamed: dict[StepId, set[str]] = {}
-        """Saves that lost a path and are to be deleted, unless one of these other paths names them."""
+        self._folders: set[Path] = set()
+        """Folders of the paths of this process, which may have files of removed paths."""
 
     def save(self, step: int, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> bool:
         """Save a step and name it at ``path``; a failure of the store is only a warning, and the training goes on.
@@ -124,11 +127,13 @@ class NamedSteps:
         if not self._writes_files:
             return
         lost = reference_at(path)
+        if lost and lost.step != save.id.step:  # as when Lightning writes over a file
+            _write(str(_removed(path, lost)), lost)
         for each, parts in save.paths.items():
             only = tuple(parts) if parts < save.parts else None
             _write(each, Reference(save.id.step, save.id.serial, only, tuple(save.paths)))
-        # Of another step, as when Lightning writes over a file.
-        self._delete_unnamed(lost if lost and lost.step != save.id.step else None)
+        self._folders.add(Path(path).parent)
+        self._delete_unnamed()
 
     def is_of_an_earlier_fit(self, step: int) -> bool:
         """Whether the store has a save of this number that this fit did not make."""
@@ -234,8 +239,9 @@ class NamedSteps:
         reference = reference_at(path)
         if reference is None:
             return False
-        Path(path).unlink()
-        self._delete_unnamed(reference)
+        Path(path).replace(_removed(path, reference))
+        self._folders.add(Path(path).parent)
+        self._delete_unnamed()
         return True
 
     def flush(self) -> None:
@@ -246,21 +252,27 @@ class NamedSteps:
         self._delete_unnamed()
         self._saved.clear()
 
-    def _delete_unnamed(self, lost: Reference | None = None) -> None:
-        """Delete the saves that no path names, when a later step is as safe; ``lost`` was at a path until now."""
-        if lost is not None:
-            self._unnamed.setdefault(lost.save, set()).update(lost.paths)
-        for save, paths in sorted(self._unnamed.items()):
+    def _delete_unnamed(self) -> None:
+        """Delete the saves that lost a path and that no other path names, when a later step is as safe."""
+        removed = {path: reference_at(path) for folder in self._folders for path in folder.glob(f"{_REMOVED}-*")}
+        for path, lost in sorted(removed.items()):
+            if lost is None:
+                continue
             try:
-                found, references = self._references(save.step, paths)
-                if found == save and not references:
-                    self.store.delete(save.step)
+                found, references = self._references(lost.step, lost.paths)
+                if found == lost.save and not references:
+                    self.store.delete(lost.step)
             except NotFound:
                 pass
             except TieredCkptError as error:
-                _log.debug("step %d stays in the store for now: %s", save.step, error)
+                _log.debug("step %d stays in the store for now: %s", lost.step, error)
                 continue
-            del self._unnamed[save]
+            path.unlink(missing_ok=True)
+
+
+def _removed(path: str | os.PathLike[str], lost: Reference) -> Path:
+    """The file that names a save after ``path`` is removed."""
+    return Path(path).parent / f"{_REMOVED}-{lost.step}-{lost.serial}"
 
 
 def _equal(stored: Any, live: Any) -> bool:
