@@ -266,6 +266,14 @@ def test_another_number_of_data_loaders_is_named(start: Start, tmp_path: Path) -
     ]
 
 
+def test_a_store_whose_calls_are_awaited_is_refused(tmp_path: Path) -> None:
+    accelerator, awaited = accelerate.Accelerator(cpu=True), CheckpointStore.open(tmp_path / "store")
+    with pytest.raises(Invalid, match=r"takes a SyncStore, not .*CheckpointStore\.open_sync"):
+        integration.save_state(accelerator, awaited, 1)
+    with pytest.raises(Invalid, match=r"takes a SyncStore, not .*CheckpointStore\.open_sync"):
+        integration.load_state(accelerator, awaited)
+
+
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])
 def test_engines_that_keep_their_state_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = accelerate.Accelerator(cpu=True)

@@ -80,6 +80,15 @@ def same(found: Any, expected: Any) -> bool:
     return type(found) is type(expected) and bool(np.array_equal(found, expected))
 
 
+def test_a_store_whose_calls_are_awaited_is_refused(tmp_path: Path) -> None:
+    """DCP awaits nothing: its save would have ended well, and stored nothing."""
+    awaited = CheckpointStore.open(tmp_path / "store")
+    with pytest.raises(Invalid, match=r"takes a SyncStore, not .*CheckpointStore\.open_sync"):
+        integration.TieredWriter(awaited, 1)
+    with pytest.raises(Invalid, match=r"takes a SyncStore, not .*CheckpointStore\.open_sync"):
+        integration.TieredReader(awaited)
+
+
 def test_what_is_loaded_is_what_was_saved_when_the_call_returned(store: SyncStore) -> None:
     changing = state(1.0, Mode.SLOW)  # of which a step has the value
     first = async_save(store, 1, changing)

@@ -17,7 +17,7 @@ from reliability.tiers import FaultyTiers
 from support.forked import Start, forking, ranks
 from support.frameworks import lazily, need_modules, require
 
-from tieredckpt import CheckpointStore, Invalid, NotFound, SyncStore, TierUnavailable
+from tieredckpt import CheckpointStore, Closed, Invalid, NotFound, SyncStore, TierUnavailable
 from tieredckpt.events import TierRecovered
 
 need_modules("transformers", "accelerate")
@@ -358,6 +358,17 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(
     with program.store_of(tmp_path / "few", shared_memory / "few", retain={"kind": "last_n", "n": 2}) as store:
         program.trainer_of(tmp_path / "few", store, **options)
         assert "the best may be gone by then" in caplog.text
+
+
+def test_a_store_that_cannot_save_is_refused_before_the_training(tmp_path: Path, shared_memory: Path) -> None:
+    for store in (CheckpointStore.open(tmp_path / "store"), str(tmp_path / "store")):
+        with pytest.raises(Invalid, match=r"takes a SyncStore, not .*CheckpointStore\.open_sync"):
+            program.trainer_of(tmp_path, store)
+    with program.store_of(tmp_path, shared_memory / "ram") as closed:
+        trainer = program.trainer_of(tmp_path, closed)
+    with pytest.raises(Closed):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_fsdp_and_deepspeed_are_refused_before_the_training(

@@ -1,4 +1,4 @@
-"""Add to errors what only a `TrainingState` knows: the part, and where the arguments came from."""
+"""Errors of the integrations: a store that is not blocking, and what only a `TrainingState` knows of an error."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from tieredckpt import SyncStore
 from tieredckpt.errors import Invalid, TieredCkptError
 
-__all__ = ["naming", "telling_of_parts"]
+__all__ = ["blocking", "naming", "telling_of_parts"]
+
+
+def blocking(store: Any) -> SyncStore:
+    """``store``; raises `Invalid` for anything but a `SyncStore`: calls of others would do nothing, and say nothing."""
+    if isinstance(store, SyncStore):
+        return store
+    raise Invalid(
+        f"the framework makes blocking calls, so it takes a SyncStore, not {store!r}: open one with "
+        f"CheckpointStore.open_sync(...); an open CheckpointStore has one, store.sync()"
+    )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import DistributedType, gather_object
 
 from tieredckpt import Invalid, Shard, SyncCheckpoint, SyncStore
+from tieredckpt.integrations._errors import blocking
 from tieredckpt.integrations.torch import TrainingState
 
 __all__ = ["load_state", "save_state"]
@@ -34,9 +35,9 @@ def save_state(accelerator: Any, store: SyncStore, step: int, **options: Any) ->
         step: the trainer's number.
         options: ``metrics``, ``overwrite`` and ``replicated`` of `SyncStore.save`, with its errors.
 
-    Raises `Invalid` under DeepSpeed, Megatron-LM and FSDP1.
+    Raises `Invalid` under DeepSpeed, Megatron-LM and FSDP1, and for a store that is not blocking.
     """
-    return _state_of(accelerator).save(store, step, **options)
+    return _state_of(accelerator).save(blocking(store), step, **options)
 
 
 def load_state(
@@ -51,7 +52,7 @@ def load_state(
     and `Invalid` as of `save_state`, and where the step has another number of data loaders than are prepared.
     """
     state = _state_of(accelerator)
-    found = state.restore(store, step, resume=resume)
+    found = state.restore(blocking(store), step, resume=resume)
     if found is not None:
         accelerator.step = state["step"]
         every = state["samplers"]

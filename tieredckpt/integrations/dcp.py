@@ -58,6 +58,7 @@ from tieredckpt import (
     TierUnavailable,
 )
 from tieredckpt.integrations._durable import awaited_tier
+from tieredckpt.integrations._errors import blocking
 
 __all__ = ["TieredReader", "TieredWriter"]
 
@@ -109,7 +110,7 @@ class TieredWriter(_OneStep, StorageWriter, AsyncStager):
         overwrite: bool = False,
         replicated: Sequence[str] = (),
     ) -> None:
-        self._store, self._step, self._reached = store, step, reached
+        self._store, self._step, self._reached = blocking(store), step, reached
         self._options: dict[str, Any] = {"metrics": metrics, "overwrite": overwrite, "replicated": replicated}
         self._saved: SyncCheckpoint | TieredCkptError | None = None
         self._staged = False
@@ -190,7 +191,7 @@ class TieredReader(_OneStep, StorageReader):
     """
 
     def __init__(self, store: SyncStore, step: int | None = None, *, resume: bool | None = True) -> None:
-        self._store, self._step, self._resume = store, step, resume
+        self._store, self._step, self._resume = blocking(store), step, resume
         self._tree: Any = None
         self._keys: dict[str, ArraySpec] = {}
 

@@ -27,6 +27,7 @@ from transformers.trainer_utils import HubStrategy, sort_checkpoints
 from tieredckpt import SyncStore
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.integrations._durable import outlive_node
+from tieredckpt.integrations._errors import blocking
 from tieredckpt.integrations._module_state import load_module_state, module_targets
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 from tieredckpt.integrations._trainer_folders import folders_of, mean_save, save_meant, store_meant
@@ -54,7 +55,7 @@ class TieredTrainerMixin(_Base):
     Args:
         store: open; the processes of the training are its ranks.
 
-    Raises `Invalid` with FSDP and DeepSpeed.
+    Raises `Invalid` with FSDP and DeepSpeed, and for a store that is not blocking.
     """
 
     def __init__(self, *args: Any, store: SyncStore, **options: Any) -> None:
@@ -65,7 +66,7 @@ class TieredTrainerMixin(_Base):
                 "tieredckpt.integrations.accelerate, or with tieredckpt.integrations.torch; with DeepSpeed, keep the "
                 "Trainer of transformers"
             )
-        self._store = store
+        self._store = blocking(store)
         self._random = _Random()
         self._saving = False
         self._stores: dict[tuple[int, int], str] = {}
@@ -79,6 +80,7 @@ class TieredTrainerMixin(_Base):
 
     def train(self: Any, resume_from_checkpoint: Any = None, **options: Any) -> Any:
         """Train as the Trainer does; True resumes from the newest checkpoint in the store, or begins without one."""
+        self._store.tier_infos()  # raises if it is not open, which the first save would do otherwise
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _on_rank_0(self._newest_whole)
         result = super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
