@@ -282,14 +282,18 @@ def test_a_folder_stays_while_its_step_cannot_be_deleted(
         assert folders(tmp_path) == set(store.all_steps()) == {15, 17}
 
 
-def test_a_number_that_was_saved_again_is_another_checkpoint(tmp_path: Path, shared_memory: Path) -> None:
+def test_a_number_that_was_saved_again_is_another_checkpoint(
+    tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Folders are of saves, not of numbers: a copy of an older run's folder gives nothing of this one's."""
     with program.store_of(tmp_path, shared_memory / "ram") as store:
         trainer = program.trainer_of(tmp_path, store, max_steps=6, save_total_limit=None)
         trainer.train()
         old = tmp_path / "another" / "checkpoint-6"
         shutil.copytree(tmp_path / "run" / "checkpoint-6", old)
+        assert "of an earlier training" not in caplog.text
         program.trainer_of(tmp_path, store, max_steps=6, save_total_limit=None).train()  # from the beginning
+        assert "the store has 2 steps of an earlier training, and this one begins anew" in caplog.text
         serials = [
             json.loads((path / "tieredckpt.json").read_text())["serial"]
             for path in (old, tmp_path / "run" / "checkpoint-6")

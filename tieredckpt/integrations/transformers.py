@@ -83,6 +83,13 @@ class TieredTrainerMixin(_Base):
         self._store.tier_infos()  # raises if it is not open, which the first save would do otherwise
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _on_rank_0(self._newest_whole)
+        held = None if resume_from_checkpoint else _on_rank_0(self._held)
+        if held and self.is_world_process_zero():
+            _log.warning(
+                "the store has %d steps of an earlier training, and this one begins anew: the earlier one cannot "
+                "resume from a step whose number is saved again; give each training a store of its own",
+                len(held),
+            )
         result = super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
         try:
             self._store.flush()
