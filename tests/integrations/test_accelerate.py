@@ -274,6 +274,24 @@ def test_a_store_whose_calls_are_awaited_is_refused(tmp_path: Path) -> None:
         integration.load_state(accelerator, awaited)
 
 
+@pytest.mark.parametrize(
+    ("seedable", "stateful", "told"), [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_an_order_of_the_data_that_is_not_saved_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, seedable: bool, stateful: bool, told: bool
+) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    cls = torchdata.StatefulDataLoader if stateful else torch.utils.data.DataLoader
+    loader = cls(torch.utils.data.TensorDataset(torch.ones(8)), batch_size=2, shuffle=True)
+    loaders = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=seedable)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=loaders)
+    accelerator.prepare(loader)
+    tiers = {"disk": {"kind": "posix", "path": str(tmp_path / "disk"), "fsync": False}}
+    with CheckpointStore.open_sync({"tiers": tiers}, ranks=None) as store:
+        assert integration.load_state(accelerator, store) is None
+    assert ("use_seedable_sampler=True" in caplog.text) == told
+
+
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])
 def test_engines_that_keep_their_state_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = accelerate.Accelerator(cpu=True)

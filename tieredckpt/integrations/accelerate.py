@@ -10,17 +10,21 @@ The Accelerator's own methods write pickles and cannot be told to write elsewher
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, gather_object
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from tieredckpt import Invalid, Shard, SyncCheckpoint, SyncStore
 from tieredckpt.integrations._errors import blocking
 from tieredckpt.integrations.torch import TrainingState
 
 __all__ = ["load_state", "save_state"]
+
+_log = logging.getLogger("tieredckpt")
 
 
 def save_state(accelerator: Any, store: SyncStore, step: int, **options: Any) -> SyncCheckpoint:
@@ -52,6 +56,11 @@ def load_state(
     and `Invalid` as of `save_state`, and where the step has another number of data loaders than are prepared.
     """
     state = _state_of(accelerator)
+    if accelerator.is_main_process and any(_loses_order(each, accelerator) for each in accelerator._dataloaders):
+        _log.warning(
+            "a data loader shuffles by random numbers that no state has: resumed in the middle of an epoch, it gives "
+            "some items again and others never; set use_seedable_sampler=True in DataLoaderConfiguration"
+        )
     found = state.restore(blocking(store), step, resume=resume)
     if found is not None:
         accelerator.step = state["step"]
@@ -154,6 +163,19 @@ def _models(accelerator: Any) -> dict[str, torch.nn.Module]:
         if not any(held <= each for each in sets):
             return {"models": torch.nn.ModuleDict(models)}
     return models
+
+
+def _loses_order(loader: Any, accelerator: Any) -> bool:
+    """Whether a data loader that tells its position shuffles in an order that neither it nor the Accelerator saves."""
+    sampler = loader.batch_sampler
+    while inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None):
+        sampler = inner
+    # Those of torchdata have a state, which the Accelerator loses when it divides the batches among processes.
+    saved = hasattr(sampler, "initial_seed") or (
+        type(sampler).__module__.startswith("torchdata.") and accelerator.num_processes == 1
+    )
+    draws = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+    return getattr(loader, "use_stateful_dataloader", False) and draws and not saved
 
 
 def _samplers(accelerator: Any) -> list[Any]:
