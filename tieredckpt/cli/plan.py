@@ -51,14 +51,16 @@ def plan(
     restart: Restart = None,
     changed: Changed = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure here the speeds that are not given.")] = False,
-    size: Annotated[str, typer.Option(help="Bytes to measure with.")] = "256 MiB",
+    size: Annotated[str | None, typer.Option(help="Bytes to measure with; 256 MiB if not given.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a configuration costs, what its tiers hold, and what a failure throws back, by formula."""
     loaded = load(config)
     writes, reads = list(bandwidth or ()), list(read_bandwidth or ())
     if measure:
-        _measure(loaded, nodes, amounts.size("--size", size), writes, reads)
+        _measure(loaded, nodes, amounts.size("--size", size or "256 MiB"), writes, reads)
+    elif size is not None:
+        raise Invalid("--size: it is what --measure measures with, and that is not given; a state's bytes are --state")
     asked = scenario(
         loaded,
         state=state,
