@@ -182,6 +182,7 @@ def test_ram_that_was_given_back_in_order_is_no_fault(config: Path) -> None:
     (row,) = [line.split() for line in result.stdout.splitlines() if line.startswith(" ram")]
     assert "not in use" in " ".join(row)
     assert "fail" not in result.output
+    assert run("show", config, 7).stderr == "NotFound: no tier holds step 7 (held: 1)\n"
 
 
 def test_ls_and_show_mark_lossy_copies(tmp_path: Path) -> None:
