@@ -364,6 +364,21 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(
         assert "the best may be gone by then" in caplog.text
 
 
+def test_a_step_has_the_metrics_that_the_trainer_logged_at_it(tmp_path: Path, shared_memory: Path) -> None:
+    """So that a policy, here of an export, can choose the best."""
+    options = {"eval_strategy": "steps", "eval_steps": 3, "logging_strategy": "steps", "logging_steps": 3}
+    options["label_names"] = ["x"]  # or the Trainer computes no loss of an evaluation
+    with program.store_of(tmp_path, shared_memory / "ram") as store:
+        trainer = program.trainer_of(tmp_path, store, **options, max_steps=6, save_total_limit=None)
+        trainer.train()
+        logged = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+        metrics = {info.step: info.metrics for info in store.steps()}
+    assert metrics.keys() == logged.keys() == {3, 6}
+    for step, found in metrics.items():
+        assert found["eval_loss"] == logged[step]
+        assert set(found) == {"eval_loss", "loss", "grad_norm", "learning_rate", "epoch"}
+
+
 def test_a_store_that_cannot_save_is_refused_before_the_training(tmp_path: Path, shared_memory: Path) -> None:
     for store in (CheckpointStore.open(tmp_path / "store"), str(tmp_path / "store")):
         with pytest.raises(Invalid, match=r"takes a SyncStore, not .*CheckpointStore\.open_sync"):

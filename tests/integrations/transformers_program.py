@@ -53,7 +53,7 @@ def store_of(folder: Path, ram: Path, *, ranks: Any = None, **disk: Any) -> Sync
 
 
 def arguments_of(folder: Path, **options: Any) -> TrainingArguments:
-    defaults = {"max_steps": 17, "save_steps": 3, "save_total_limit": 2}
+    defaults = {"max_steps": 17, "save_steps": 3, "save_total_limit": 2, "logging_strategy": "no"}
     return TrainingArguments(
         str(folder / "run"),
         per_device_train_batch_size=4,
@@ -61,7 +61,6 @@ def arguments_of(folder: Path, **options: Any) -> TrainingArguments:
         disable_tqdm=True,
         use_cpu=True,
         remove_unused_columns=False,
-        logging_strategy="no",
         **(defaults | options),
     )
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, sort_checkpoints
@@ -29,13 +28,12 @@ from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, RanksUnavaila
 from tieredckpt.integrations._durable import outlive_node
 from tieredckpt.integrations._errors import blocking
 from tieredckpt.integrations._module_state import load_module_state, module_targets
+from tieredckpt.integrations._ranks import of_all_ranks, on_rank_0
 from tieredckpt.integrations._rng import rng_state, set_rng_state
 from tieredckpt.integrations._trainer_folders import folders_of, mean_save, save_meant, store_meant
 from tieredckpt.integrations.torch import TrainingState
 
 __all__ = ["TieredTrainer", "TieredTrainerMixin"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger("tieredckpt")
 
@@ -49,8 +47,9 @@ class TieredTrainerMixin(_Base):
     """Saves the checkpoints of a Trainer to a store: ``class MyTrainer(TieredTrainerMixin, Trainer)``.
 
     A checkpoint is saved when it is in RAM. A checkpoint that ``save_total_limit`` removes is deleted from the store as
-    soon as a later step is as safe, then its folder. A training does not resume from a checkpoint that the store's
-    retention removed. If the store cannot save, that is a warning, and the training goes on.
+    soon as a later step is as safe, then its folder. A step has the metrics that the Trainer logged at it. A training
+    does not resume from a checkpoint that the store's retention removed. If the store cannot save, that is a warning,
+    and the training goes on.
 
     Args:
         store: open; the processes of the training are its ranks.
@@ -82,8 +81,8 @@ class TieredTrainerMixin(_Base):
         """Train as the Trainer does; True resumes from the newest checkpoint in the store, or begins without one."""
         self._store.tier_infos()  # raises if it is not open, which the first save would do otherwise
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _on_rank_0(self._newest_whole)
-        held = None if resume_from_checkpoint else _on_rank_0(self._held)
+            resume_from_checkpoint = on_rank_0(self._newest_whole)
+        held = None if resume_from_checkpoint else on_rank_0(self._held)
         if held and self.is_world_process_zero():
             _log.warning(
                 "the store has %d steps of an earlier training, and this one begins anew: the earlier one cannot "
@@ -127,13 +126,14 @@ class TieredTrainerMixin(_Base):
         """Save a step; its `SyncCheckpoint`, or None on all ranks if one of them did not save."""
         saved, outcome = None, None
         try:
-            saved = self._parts(whole=not self.args.save_only_model).save(self._store, step, overwrite=True)
+            parts = self._parts(whole=not self.args.save_only_model)
+            saved = parts.save(self._store, step, metrics=_metrics(self.state), overwrite=True)
             outcome = saved.skipped or None
         except (NoSpace, RanksUnavailable, TierUnavailable) as error:
             outcome = str(error)
         except TieredCkptError as error:
             outcome = error
-        outcomes = _of_all_ranks(outcome)
+        outcomes = of_all_ranks(outcome)
         for each in outcomes:
             if isinstance(each, TieredCkptError):
                 raise each
@@ -162,7 +162,7 @@ class TieredTrainerMixin(_Base):
         A process that ends between the two leaves a folder without its step, which is not resumed from and removed
         later.
         """
-        gone = _on_rank_0(lambda: self._deleted(run))
+        gone = on_rank_0(lambda: self._deleted(run))
         if self.args.should_save:
             for name in gone:
                 shutil.rmtree(run / name, ignore_errors=True)
@@ -348,7 +348,7 @@ class TieredTrainerMixin(_Base):
                 )
             return None if meant is None else meant[0]
 
-        return _on_rank_0(look_up)
+        return on_rank_0(look_up)
 
 
 class TieredTrainer(TieredTrainerMixin, Trainer):
@@ -367,31 +367,16 @@ class _Random:
         self.loaded = state
 
 
+def _metrics(state: Any) -> dict[str, float]:
+    """What the Trainer logged at this step, evaluation included; without the times that it took."""
+    logged: dict[str, Any] = {}
+    for entry in state.log_history:
+        logged |= entry if entry["step"] == state.global_step else {}
+    logged.pop("step", None)
+    times = ("_runtime", "_per_second")
+    return {name: each for name, each in logged.items() if isinstance(each, int | float) and not name.endswith(times)}
+
+
 def _is_ddp(model: torch.nn.Module) -> bool:
     """Whether DDP wraps a model, or a part of one; torch.compile may be around it."""
     return any(isinstance(module, DistributedDataParallel) for module in model.modules())
-
-
-def _of_all_ranks(mine: Any) -> list[Any]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
-def _on_rank_0(decide: Callable[[], T]) -> T:
-    """Run on rank 0 and return its result or error on all ranks, which may see other folders and tiers."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return decide()
-    told: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            told = [decide()]
-        except Exception as error:  # the others wait
-            told = [error]
-    dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], Exception):
-        raise told[0]
-    found: T = told[0]
-    return found
