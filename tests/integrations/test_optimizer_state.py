@@ -248,3 +248,14 @@ def test_the_parts_of_a_rank_are_compared_before_anything_is_loaded(opened: Sync
     with pytest.raises(Invalid, match="missing from the step: 'ranks/0/second'"):
         TrainingState(model=other, per_rank=["second"], second=Position()).restore(opened)
     assert torch.equal(other.weight, before)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.jit")  # which torch uses itself
+def test_an_optimizer_that_gathers_its_state_on_one_rank_is_refused_when_the_state_is_made() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
+    with pytest.raises(Invalid, match=r"part 'optimizer': a ZeroRedundancyOptimizer gathers .*FSDP2"):
+        TrainingState(model=model, optimizer=optimizer)

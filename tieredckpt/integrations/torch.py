@@ -60,8 +60,9 @@ class TrainingState:
         parts: by name, such as ``model=`` and ``optimizer=``.
 
     Raises:
-        Invalid: a ``DataLoader`` that has no state, an optimizer of parameters that are not in one module, a name that
-            is taken, or one of ``per_rank`` that cannot be; it is named.
+        Invalid: a ``DataLoader`` that has no state, an optimizer of parameters that are not in one module, or one that
+            gathers its state (ZeroRedundancyOptimizer), a name that is taken, or one of ``per_rank`` that cannot be; it
+            is named.
     """
 
     _replicated = False
@@ -84,6 +85,11 @@ class TrainingState:
         self._of_rank = [name for name, part in parts.items() if isinstance(part, DataLoader) or name in per_rank]
         for name in self._names(torch.optim.Optimizer):
             self._owner(name)
+            if hasattr(parts[name], "consolidate_state_dict"):
+                raise Invalid(
+                    f"part {name!r}: a {type(parts[name]).__name__} gathers the whole state on one rank; take "
+                    f"`fully_shard` (FSDP2), of which each rank saves its own shards, or a plain optimizer with DDP"
+                )
 
     def __getitem__(self, name: str) -> Any:
         return self._parts[name]
