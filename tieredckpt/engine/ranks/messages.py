@@ -62,6 +62,8 @@ class Ballot(msgspec.Struct, frozen=True, tag=True):
     """The shared tier to which the part was streamed; None for the rank's own RAM."""
     failure: Failure | None = None
     """Why the rank has no part."""
+    reached: int = 0
+    """Of a rank without a part: the serial that it reaches with this save, once all before it are numbered."""
     gone: tuple[tuple[int, int], ...] = ()
     """Serial and step of the steps that have left this rank's RAM since it last reported such."""
     origin: int = 0

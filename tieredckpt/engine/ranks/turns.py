@@ -58,6 +58,11 @@ class Turns:
         self._reach(last_serial - len(before) - to_come)  # the saves that are due and not numbered count alike, too
         self._due[before[-1]] = max(self._due[before[-1]], last_serial)
 
+    def reached_with(self, attempt: str) -> int:
+        """The serial that this rank has reached once the turn of an attempt, and of those before it, has ended."""
+        due = list(self._due)
+        return self._branch.last_serial + (due.index(attempt) + 1 if attempt in due else 0)
+
     def _reach(self, serial: int) -> None:
         self._branch.last_serial = max(self._branch.last_serial, serial)
 

@@ -52,6 +52,28 @@ async def test_a_save_that_is_lost_while_it_waits_for_another_costs_no_other_sav
             assert event.ranks == (hurt,)
 
 
+async def test_a_vote_against_a_save_that_comes_before_those_ahead_of_it_are_numbered_counts(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 forgot it with its decision on the first of these, and waited for it for the whole deadline."""
+    limit(monkeypatch, save_again=0.0)
+    async with place.open() as ranks:
+        with held_up(ranks[1], early=True) as (is_held, go_on):
+            first = asyncio.create_task(ranks.save(1, ranks=[1]))
+            assert await asyncio.to_thread(is_held.wait, SOON)
+            with pytest.raises(Invalid):
+                await ranks[1].save(2, part(2, 1, SIZE) | {"own": {"bad": object()}})
+            async with asyncio.timeout(SOON):
+                while not votes_kept(ranks):
+                    await asyncio.sleep(0.01)
+            go_on.set()
+        await ranks.reached([*await first, *await ranks.save(1, ranks=[0, 2])], "disk")
+        await ranks.save(2, ranks=[0, 2])
+        for event in await ranks.failed(step=2):
+            assert event.ranks == (1,)
+            assert "bad" in event.reason
+
+
 @pytest.mark.parametrize("hurt", [0, 1])
 async def test_a_save_that_is_refused_behind_others_costs_none_of_them_though_other_ranks_are_ahead(
     place: Place, hurt: int

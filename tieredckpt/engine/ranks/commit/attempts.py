@@ -31,7 +31,7 @@ class Attempts:
         self.voted_for: dict[str, StepId] = {}
         """Attempts that this rank has voted for and rank 0 has not decided on, and their steps."""
         self.voted_against: dict[str, int] = {}
-        """Attempts that this rank has voted against and rank 0 has not decided on, and its last serial at the vote."""
+        """Attempts that this rank has voted against and rank 0 has not decided on, and its serial with each."""
 
     def begin(self, step: int) -> str:
         """Name the attempt of a new save of ``step``. Raises `Missed` if it was aborted already."""

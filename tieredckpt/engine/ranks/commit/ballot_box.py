@@ -67,5 +67,5 @@ class BallotBox:
 
 
 def _serial_of(vote: Ballot) -> int:
-    """The serial of a vote for a step; the last serial of its rank before a vote against one."""
-    return vote.serial or vote.last_serial
+    """The serial that the rank of a vote reaches with the step, also without a part of it."""
+    return vote.serial or vote.reached

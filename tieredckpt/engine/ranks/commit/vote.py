@@ -94,8 +94,9 @@ class Votes:
         """Vote no, behind the training: this rank has no part."""
         if self.attempts.end_copy(attempt) is not None:
             return  # rank 0 has decided
-        self.attempts.voted_against[attempt] = self._state.branch.last_serial
-        self._group.start_last(self._vote(attempt, StepId(0, step), failure=Failure.of(error)), f"vote on step {step}")
+        reached = self.attempts.voted_against[attempt] = self.turns.reached_with(attempt)
+        vote = self._vote(attempt, StepId(0, step), failure=Failure.of(error), reached=reached)
+        self._group.start_last(vote, f"vote on step {step}")
 
     async def _vote_for(
         self,
