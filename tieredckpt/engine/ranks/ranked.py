@@ -344,6 +344,7 @@ class Ranked:
             self._collector.evictor.tell_gone((step,), tier)
         elif step in tier.steps.held:
             await self._collector.evictor.drop_part(step, tier)
+            self.commits.forget(step)
             self.opening.give_back()
             self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
             self._departed.is_known(step)

@@ -77,7 +77,7 @@ class Commits:
         self._executing: dict[tuple[StepId, str], asyncio.Task[None]] = {}
         """By step and tier: a step may be on its way to several tiers at once."""
         self.written: dict[tuple[StepId, str], int] = {}
-        """Bytes of the packs that this rank wrote of a step to a tier, until it is known whether it was committed."""
+        """Bytes of the packs that this rank wrote of a step to a tier, until it is there, failed, or has left RAM."""
 
     # -- rank 0 ---------------------------------------------------------------------------------------
 
@@ -122,12 +122,13 @@ class Commits:
                 commit = partial(self._commit, step, tier, parts, begin)
                 return await evicting_older(self._state, self._collector, step, tier, commit)
         except Exception as error:
-            self.written.pop((step, tier.name), None)
             ranks = tuple(error.ranks) if isinstance(error, RanksUnavailable) else ()
             reason = Failure.of(error).text
             self._group.publish(Aborted(step.step, step.serial, tier.name, ranks, reason))
             self._state.events.emit(CommitFailed(step.step, step.serial, tier.name, ranks, reason))
             raise
+        finally:
+            self.written.pop((step, tier.name), None)
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
@@ -254,6 +255,10 @@ class Commits:
 
     # -- every rank ---------------------------------------------------------------------------------------
 
+    def forget(self, step: StepId) -> None:
+        """Forget what was written of a step that has left RAM."""
+        self.written = {of: nbytes for of, nbytes in self.written.items() if of[0] != step}
+
     def execute(self, order: Promote) -> None:
         """Begin the work that rank 0 requested; cancels an older request for the same step and tier."""
         step = StepId(order.serial, order.step)
@@ -297,7 +302,8 @@ class Commits:
         finally:
             if self._state.manages(tier):
                 tier.packs.add(written)
-        self.written[step, tier.name] = written.nbytes
+        if step in self._state.tiers[0].steps.held or step in self._state.membership.undecided:
+            self.written[step, tier.name] = written.nbytes
         return Done(written.sizes, found, time.monotonic() - begin, failure)
 
     async def _streamed_packs(self, step: StepId, tier: Tier) -> dict[str, int]:

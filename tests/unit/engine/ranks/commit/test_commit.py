@@ -213,6 +213,17 @@ async def test_what_ranks_wrote_of_a_step_that_never_came_is_forgotten_with_the_
         await none(ranks.stores, remembered)
 
 
+async def test_what_a_slow_rank_wrote_of_a_step_that_is_gone_by_then_is_forgotten(place: Place) -> None:
+    async with place.open(rank_deadline=2.0) as ranks:
+        held = ranks.faulty(1).hold("put", key="packs/*")
+        await ranks.save(1)
+        await held.reached()
+        await ranks.failed(tier="disk")
+        await ranks[0].delete(1, force=True)
+        held.release()
+        await none(ranks.stores[1:], remembered)
+
+
 async def test_a_rank_that_hangs_while_it_writes_stalls_no_training(place: Place) -> None:
     async with place.open() as ranks:
         held = ranks.faulty(2).hold("put", key="packs/*")
