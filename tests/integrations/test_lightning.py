@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -259,6 +260,30 @@ def test_a_checkpoint_of_lightnings_own_is_read_without_running_it(tmp_path: Pat
     torch.save({"f": subprocess.run}, tmp_path / "forged.ckpt")
     with pytest.raises(Exception, match="Weights only load failed"):
         io.load_checkpoint(tmp_path / "forged.ckpt")
+
+
+def test_of_two_stores_with_names_in_one_folder_each_deletes_its_own_steps_alone(
+    tmp_path: Path, shared_memory: Path
+) -> None:
+    first, second = (
+        program.TieredCheckpointIO(rarely_on_disk(tmp_path / name, shared_memory / name)) for name in ("a", "b")
+    )
+    for step, name in ((2, "a2"), (3, "a3")):
+        first.save_checkpoint({"global_step": step, "w": torch.ones(3)}, tmp_path / f"{name}.ckpt")
+    first.remove_checkpoint(tmp_path / "a2.ckpt")  # which the store still needs
+    for step in (2, 3, 4):
+        second.save_checkpoint({"global_step": step, "w": torch.ones(3)}, tmp_path / f"b{step}.ckpt")
+    second.teardown()
+    assert second._opened().store.all_steps() == (2, 3, 4)
+    second._opened().store.close()
+    first.save_checkpoint({"global_step": 4, "w": torch.ones(3)}, tmp_path / "a4.ckpt")
+    first.teardown()
+    assert first._opened().store.all_steps() == (3, 4)
+    first._opened().store.close()
+
+
+def test_a_plugin_can_be_sent_to_processes_that_are_spawned(tmp_path: Path) -> None:
+    assert pickle.dumps(program.TieredCheckpointIO(tmp_path))
 
 
 def test_saves_in_a_thread_of_lightning_and_removals_beside_them_open_one_store(

@@ -51,6 +51,8 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | StoreConfig | SyncStore
 _log = logging.getLogger("tieredckpt")
 _INTEGERS = {"python": 1, "numpy": 1}
 """Places of the integer sequences in the random states of Lightning."""
+_opens_once = threading.Lock()
+"""Lightning's AsyncCheckpointIO saves in a thread, and removes and loads beside it. A plugin of its own is pickled."""
 
 
 class TieredCheckpointIO(CheckpointIO):
@@ -68,12 +70,12 @@ class TieredCheckpointIO(CheckpointIO):
         self._source = _checked(source)
         self._steps: NamedSteps | None = None
         self._hyperparameters = Hyperparameters()
-        self._one_call = threading.RLock()  # Lightning's AsyncCheckpointIO saves in a thread, and removes beside it
 
     def _opened(self) -> NamedSteps:
-        if self._steps is None:
-            self._steps = NamedSteps(_open(self._source, ranks=None, read_only=rank_zero_only.rank > 0))
-        return self._steps
+        with _opens_once:
+            if self._steps is None:
+                self._steps = NamedSteps(_open(self._source, ranks=None, read_only=rank_zero_only.rank > 0))
+            return self._steps
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -81,12 +83,11 @@ class TieredCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise TypeError("TieredCheckpointIO takes no storage_options: the store's configuration says where and how")
         check_local(path)
-        with self._one_call:
-            steps = self._opened()
-            storable = self._hyperparameters.storable(steps.store, checkpoint)
-            if not steps.save(_step_of(checkpoint, path), storable, path):
-                steps.remove(path)  # a file that names another step would leave that step nameless
-                TorchCheckpointIO().save_checkpoint(checkpoint, path)
+        steps = self._opened()
+        storable = self._hyperparameters.storable(steps.store, checkpoint)
+        if not steps.save(_step_of(checkpoint, path), storable, path):
+            steps.remove(path)  # a file that names another step would leave that step nameless
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -111,9 +112,8 @@ class TieredCheckpointIO(CheckpointIO):
         return _placed(restored.tree, map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        with self._one_call:
-            if not self._opened().remove(path):
-                TorchCheckpointIO().remove_checkpoint(path)
+        if not self._opened().remove(path):
+            TorchCheckpointIO().remove_checkpoint(path)
 
     def as_file(self, path: str | os.PathLike[str]) -> io.BytesIO:
         """The checkpoint at ``path`` as a file in memory, for ``MyModule.load_from_checkpoint(io.as_file(path))``."""

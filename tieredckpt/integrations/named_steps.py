@@ -30,8 +30,8 @@ _STEP = "tieredckpt"
 _LARGEST = 1 << 20
 """Most bytes of such a file."""
 _REMOVED = ".tieredckpt-removed"
-"""Prefix of files beside removed paths: each names a save that is to be deleted as soon as the store permits it, also
-by a later process."""
+"""Prefix of files beside removed paths, before the identity of the store: each names a save that is to be deleted as
+soon as the store permits it, also by a later process."""
 _LAST_BEFORE_THE_END = re.compile(r"hpc_ckpt_\d+\.ckpt")
 """Name of the checkpoint that Lightning saves when Slurm warns that the job ends, to resume from in the next one."""
 PATHS = "named_at"
@@ -74,6 +74,7 @@ class NamedSteps:
         """The saves of this fit, by step."""
         self._folders: set[Path] = set()
         """Folders of the paths of this process, which may have files of removed paths."""
+        self._identity: str | None = None
 
     def save(self, step: int, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> bool:
         """Save a step and name it at ``path``; a failure of the store is only a warning, and the training goes on.
@@ -128,7 +129,7 @@ class NamedSteps:
             return
         lost = reference_at(path)
         if lost and lost.step != save.id.step:  # as when Lightning writes over a file
-            _write(str(_removed(path, lost)), lost)
+            _write(str(self._removed(path, lost)), lost)
         for each, parts in save.paths.items():
             only = tuple(parts) if parts < save.parts else None
             _write(each, Reference(save.id.step, save.id.serial, only, tuple(save.paths)))
@@ -239,7 +240,7 @@ class NamedSteps:
         reference = reference_at(path)
         if reference is None:
             return False
-        Path(path).replace(_removed(path, reference))
+        Path(path).replace(self._removed(path, reference))
         self._folders.add(Path(path).parent)
         self._delete_unnamed()
         return True
@@ -254,25 +255,36 @@ class NamedSteps:
 
     def _delete_unnamed(self) -> None:
         """Delete the saves that lost a path and that no other path names, when a later step is as safe."""
-        removed = {path: reference_at(path) for folder in self._folders for path in folder.glob(f"{_REMOVED}-*")}
+        pattern = f"{_REMOVED}-{self._store_identity()}-*"
+        removed = {path: reference_at(path) for folder in self._folders for path in folder.glob(pattern)}
         for path, lost in sorted(removed.items()):
             if lost is None:
                 continue
+            mine = self._saved.get(lost.step)
             try:
-                found, references = self._references(lost.step, lost.paths)
+                found, references = self._references(lost.step, {*lost.paths, *(mine.paths if mine else ())})
                 if found == lost.save and not references:
                     self.store.delete(lost.step)
             except NotFound:
-                pass
+                if not all(tier.healthy for tier in self.store.tier_infos()):
+                    continue
             except TieredCkptError as error:
                 _log.debug("step %d stays in the store for now: %s", lost.step, error)
                 continue
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # it is found again
+                path.unlink()
 
+    def _removed(self, path: str | os.PathLike[str], lost: Reference) -> Path:
+        """The file that names a save after ``path`` is removed."""
+        return Path(path).parent / f"{_REMOVED}-{self._store_identity()}-{lost.step}-{lost.serial}"
 
-def _removed(path: str | os.PathLike[str], lost: Reference) -> Path:
-    """The file that names a save after ``path`` is removed."""
-    return Path(path).parent / f"{_REMOVED}-{lost.step}-{lost.serial}"
+    def _store_identity(self) -> str:
+        """Identity of the store, by which it knows its own files in a folder; empty while no step can tell it."""
+        if self._identity is None:
+            held = [info for info in self.store.steps() if info.tiers]
+            with suppress(TieredCkptError):
+                self._identity = self.store.describe(held[-1].step, serial=held[-1].serial).store if held else None
+        return self._identity or ""
 
 
 def _equal(stored: Any, live: Any) -> bool:
