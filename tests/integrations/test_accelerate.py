@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -290,6 +291,28 @@ def test_an_order_of_the_data_that_is_not_saved_is_told_at_the_start(
     with CheckpointStore.open_sync({"tiers": tiers}, ranks=None) as store:
         assert integration.load_state(accelerator, store) is None
     assert ("use_seedable_sampler=True" in caplog.text) == told
+
+
+class Endless:
+    """A sampler without a length, and without a truth value."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(8))
+
+    def __bool__(self) -> bool:
+        raise TypeError("no truth value")
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_samplers_of_any_kind_are_taken(tmp_path: Path, *, stateful: bool) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    data = torch.utils.data.TensorDataset(torch.ones(8))
+    loaders = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=loaders)
+    accelerator.prepare(torch.utils.data.DataLoader(data, sampler=Endless()))
+    tiers = {"disk": {"kind": "posix", "path": str(tmp_path / "disk"), "fsync": False}}
+    with CheckpointStore.open_sync({"tiers": tiers}, ranks=None) as store:
+        assert integration.load_state(accelerator, store) is None
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])

@@ -89,6 +89,12 @@ def test_a_store_whose_calls_are_awaited_is_refused(tmp_path: Path) -> None:
         integration.TieredReader(awaited)
 
 
+def test_the_refusal_of_a_configuration_in_place_of_a_store_shows_no_secret() -> None:
+    with pytest.raises(Invalid, match="not a dict") as refused:
+        integration.TieredWriter({"tiers": {"s3": {"secret_access_key": "hidden"}}}, 1)
+    assert "hidden" not in str(refused.value)
+
+
 def test_what_is_loaded_is_what_was_saved_when_the_call_returned(store: SyncStore) -> None:
     changing = state(1.0, Mode.SLOW)  # of which a step has the value
     first = async_save(store, 1, changing)

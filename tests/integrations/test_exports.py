@@ -123,6 +123,7 @@ def test_an_export_of_dcp_holds_one_array_at_a_time_beside_those_of_a_tuple(
         with CheckpointStore.open(source).sync() as store:
             store.save(7, {"params": params, "rest": (np.ones(3), np.zeros(2)), "z": np.ones(5)})
             store.flush()
+        assert not alive
     finally:
         gc.enable()
     assert most <= 2  # that which is written, and the next one; and before them, both of the tuple

@@ -293,7 +293,7 @@ def test_a_number_that_was_saved_again_is_another_checkpoint(
         shutil.copytree(tmp_path / "run" / "checkpoint-6", old)
         assert "of an earlier training" not in caplog.text
         program.trainer_of(tmp_path, store, max_steps=6, save_total_limit=None).train()  # from the beginning
-        assert "the store has 2 steps of an earlier training, and this one begins anew" in caplog.text
+        assert "the store has steps of an earlier training (2), and this one begins anew" in caplog.text
         serials = [
             json.loads((path / "tieredckpt.json").read_text())["serial"]
             for path in (old, tmp_path / "run" / "checkpoint-6")
@@ -365,11 +365,18 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(
 
 
 def test_a_step_has_the_metrics_that_the_trainer_logged_at_it(tmp_path: Path, shared_memory: Path) -> None:
-    """So that a policy, here of an export, can choose the best."""
+    """So that a policy, here of an export, can choose the best; what users note beside is no obstacle."""
+    transformers = pytest.importorskip("transformers")
+
+    class Noting(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            state.log_history += [{"note": 1.0}, {"step": state.global_step, "text": "no number"}]
+
     options = {"eval_strategy": "steps", "eval_steps": 3, "logging_strategy": "steps", "logging_steps": 3}
     options["label_names"] = ["x"]  # or the Trainer computes no loss of an evaluation
     with program.store_of(tmp_path, shared_memory / "ram") as store:
         trainer = program.trainer_of(tmp_path, store, **options, max_steps=6, save_total_limit=None)
+        trainer.add_callback(Noting)
         trainer.train()
         logged = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
         metrics = {info.step: info.metrics for info in store.steps()}

@@ -58,9 +58,9 @@ def plan(
     loaded = load(config)
     writes, reads = list(bandwidth or ()), list(read_bandwidth or ())
     if measure:
-        _measure(loaded, nodes, amounts.size("--size", size or "256 MiB"), writes, reads)
+        _measure(loaded, nodes, amounts.size("--size", "256 MiB" if size is None else size), writes, reads)
     elif size is not None:
-        raise Invalid("--size: it is what --measure measures with, and that is not given; a state's bytes are --state")
+        raise Invalid("--size is used only with --measure; the bytes of a state are --state")
     asked = scenario(
         loaded,
         state=state,

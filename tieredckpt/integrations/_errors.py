@@ -17,8 +17,8 @@ def blocking(store: Any) -> SyncStore:
     if isinstance(store, SyncStore):
         return store
     raise Invalid(
-        f"the framework makes blocking calls, so it takes a SyncStore, not {store!r}: open one with "
-        f"CheckpointStore.open_sync(...); an open CheckpointStore has one, store.sync()"
+        f"a framework with blocking calls takes a SyncStore, not a {type(store).__name__}: pass what "
+        f"CheckpointStore.open_sync(...) returns, or store.sync() of an open CheckpointStore"
     )
 
 

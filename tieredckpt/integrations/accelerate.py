@@ -55,13 +55,14 @@ def load_state(
     Returns its number, or None when the store is empty. Arguments and errors are those of `TrainingState.restore`,
     and `Invalid` as of `save_state`, and where the step has another number of data loaders than are prepared.
     """
+    blocking(store)
     state = _state_of(accelerator)
     if accelerator.is_main_process and any(_loses_order(each, accelerator) for each in accelerator._dataloaders):
         _log.warning(
             "a data loader shuffles by random numbers that no state has: resumed in the middle of an epoch, it gives "
             "some items again and others never; set use_seedable_sampler=True in DataLoaderConfiguration"
         )
-    found = state.restore(blocking(store), step, resume=resume)
+    found = state.restore(store, step, resume=resume)
     if found is not None:
         accelerator.step = state["step"]
         every = state["samplers"]
@@ -167,15 +168,17 @@ def _models(accelerator: Any) -> dict[str, torch.nn.Module]:
 
 def _loses_order(loader: Any, accelerator: Any) -> bool:
     """Whether a data loader that tells its position shuffles in an order that neither it nor the Accelerator saves."""
-    sampler = loader.batch_sampler
-    while inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None):
+    if not getattr(loader, "use_stateful_dataloader", False):
+        return False
+    sampler: Any = loader
+    while (inner := getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))) is not None:
         sampler = inner
     # Those of torchdata have a state, which the Accelerator loses when it divides the batches among processes.
     saved = hasattr(sampler, "initial_seed") or (
         type(sampler).__module__.startswith("torchdata.") and accelerator.num_processes == 1
     )
     draws = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
-    return getattr(loader, "use_stateful_dataloader", False) and draws and not saved
+    return draws and not saved
 
 
 def _samplers(accelerator: Any) -> list[Any]:

@@ -82,10 +82,10 @@ class TieredTrainerMixin(_Base):
         self._store.tier_infos()  # raises if it is not open, which the first save would do otherwise
         if resume_from_checkpoint is True:
             resume_from_checkpoint = on_rank_0(self._newest_whole)
-        held = None if resume_from_checkpoint else on_rank_0(self._held)
-        if held and self.is_world_process_zero():
+        held = on_rank_0(self._held)
+        if held and not resume_from_checkpoint and self.is_world_process_zero():
             _log.warning(
-                "the store has %d steps of an earlier training, and this one begins anew: the earlier one cannot "
+                "the store has steps of an earlier training (%d), and this one begins anew: the earlier one cannot "
                 "resume from a step whose number is saved again; give each training a store of its own",
                 len(held),
             )
@@ -371,9 +371,9 @@ def _metrics(state: Any) -> dict[str, float]:
     """What the Trainer logged at this step, evaluation included; without the times that it took."""
     logged: dict[str, Any] = {}
     for entry in state.log_history:
-        logged |= entry if entry["step"] == state.global_step else {}
+        logged |= entry if entry.get("step") == state.global_step else {}
     logged.pop("step", None)
-    times = ("_runtime", "_per_second")
+    times = ("_runtime", "_per_second", "_time")
     return {name: each for name, each in logged.items() if isinstance(each, int | float) and not name.endswith(times)}
 
 
