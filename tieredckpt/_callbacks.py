@@ -79,9 +79,9 @@ def name_slow(thread: int | None) -> None:
 
 
 class Tolerated:
-    """Logs the failure of users' code in a ``with`` block, whatever it raises; then what follows the block is done.
+    """Logs the failure of users' code in a ``with`` block, whatever it raises, and execution goes on after the block.
 
-    ``message`` says what failed and what is done, with ``of`` in its places.
+    ``message`` says what failed and what is done; ``of`` are its logging arguments.
     """
 
     __slots__ = ("_message", "_of")
@@ -97,7 +97,7 @@ class Tolerated:
     ) -> bool:
         if error is None or not _is_failure(error):
             return False
-        _log.error(self._message, *self._of, exc_info=error)
+        _log.error(self._message, *self._of, exc_info=error, stacklevel=2)
         return True
 
 

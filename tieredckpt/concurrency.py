@@ -61,9 +61,9 @@ async def in_thread(function: Callable[..., T], *arguments: Any, pool: Executor 
 async def side_by_side(
     threads: int, work: Callable[[], object], give_up: Callable[[], object], pool: Executor | None = None
 ) -> None:
-    """Run ``work()`` on so many threads of ``pool`` at once; returns, or raises the first error, when all have ended.
+    """Run ``work()`` on so many ``threads`` of ``pool``; returns, or raises the first error, when all have ended.
 
-    ``give_up`` makes them end soon; it is called, perhaps several times, after an error or a cancellation.
+    ``give_up`` makes those that run end soon; it is called, perhaps several times, after an error or a cancellation.
     """
 
     async def one() -> None:
@@ -118,11 +118,11 @@ async def whole(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]], at_a_time: int | None = None) -> None:
-    """Run all works at once, or so many; the first error ends the others, and is raised when they have ended."""
-    turns = asyncio.Semaphore(at_a_time or 0)
+    """Run works, at most ``at_a_time`` at once; the first error ends the others, and is raised when all have ended."""
+    turns = None if at_a_time is None else asyncio.Semaphore(at_a_time)
 
     def start(work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        if at_a_time is None:
+        if turns is None:
             return asyncio.ensure_future(work)
         running = asyncio.ensure_future(_in_turn(work, turns))
         running.add_done_callback(lambda _: work.close())  # one that is cancelled before its turn has not begun

@@ -11,7 +11,7 @@ import gc
 import io
 import warnings
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -276,6 +276,8 @@ def _write(step: StepContent, to: Path) -> dict[str, bytes]:
             dcp.save(tree, storage_writer=FileSystemWriter(to, per_thread_copy_ahead=0), planner=planner, no_dist=True)
     except CheckpointException as error:
         raise _first(error) from error
+    finally:
+        planner.end()
     return planner.written
 
 
@@ -283,7 +285,7 @@ class _Planner(DefaultSavePlanner):
     """DCP asks for values first, then for tensors in the order of its state dict, each when the last is written."""
 
     coming: deque[Any] | None = None
-    tensors: Iterator[tuple[int, torch.Tensor]]
+    tensors: Generator[tuple[int, torch.Tensor], None, None]
     memory: npt.NDArray[np.uint8]
 
     def __init__(self, step: StepContent, specs: Mapping[int, ArraySpec]) -> None:
@@ -330,7 +332,12 @@ class _Planner(DefaultSavePlanner):
         shared = torch.from_numpy(self.memory[: found.nbytes]).view(found.dtype).reshape(found.shape)
         return shared.copy_(found)
 
-    def read(self, stand_ins: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+    def end(self) -> None:
+        """Let the memory go: the tensors that are read refer to their planner, which only the collector would find."""
+        if self.coming is not None:
+            self.tensors.close()
+
+    def read(self, stand_ins: Sequence[Any]) -> Generator[tuple[int, torch.Tensor], None, None]:
         """The tensors of stand-ins, in their order, with the identity of each stand-in."""
         arrays = self.step.read([self.infos[self.specs[id(each)].key] for each in stand_ins])
         for stand_in, (_, array) in zip(stand_ins, arrays, strict=True):

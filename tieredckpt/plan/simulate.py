@@ -243,7 +243,7 @@ class _Run:
         begin = self.env.now
         source.steps.pin(step)
         yield from self.flows.move(self.scenario.state, [Lane(source.name, source.rung.read)])
-        source.steps.unpin(step)
+        _unpin(source, step)
         self.ledger.reads.setdefault(source.name, []).append(self.env.now - begin)
         self.world.restored(step, source)
         self._throw_back(step.step)
@@ -333,9 +333,15 @@ class _Run:
             yield from self.flows.move(nbytes, lanes, limit * self.scenario.nodes if limit else float("inf"))
         finally:
             tier.busy = False
-            source.steps.unpin(step)  # which a failure of the trainer may have done already
+            _unpin(source, step)
             world.touched()
         self.ledger.written[tier.name] += nbytes
         seconds = self.env.now - begin
         world.promoted(step, record, tier, nbytes / seconds if seconds else None)
         self._beat()
+
+
+def _unpin(tier: WorldTier, step: StepId) -> None:
+    """Unpin a step; a failure of the trainer may have removed the pin already."""
+    if step in tier.steps.pins:
+        tier.steps.unpin(step)

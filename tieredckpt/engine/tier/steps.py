@@ -292,10 +292,9 @@ class Steps:
 
     def unpin(self, step: StepId) -> None:
         """Count one reader less of a step."""
-        if self.pins.get(step, 0) > 1:
-            self.pins[step] -= 1
-        else:
-            self.pins.pop(step, None)
+        self.pins[step] -= 1
+        if not self.pins[step]:
+            del self.pins[step]
 
     def set_apart(self) -> None:
         """Count the steps here as parts of one rank and none as held, until the parts of the other ranks are known."""
