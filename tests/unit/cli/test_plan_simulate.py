@@ -150,7 +150,7 @@ def test_a_speed_or_size_without_a_unit_is_refused(settings: Path, trained: Path
         (("simulate", settings, "--interval", "5 parsec"), "--interval: '5 parsec' is not a duration"),
         (("simulate", settings, "--tier-mtbf", "disk=1"), "--tier-mtbf disk: '1' is not a duration"),
         (("simulate", settings, "--state", "100"), "--state=100: a size needs a unit"),
-        (("plan", settings, "--size", "1 GiB"), "--size: it is what --measure measures with"),
+        (("plan", settings, "--size", "1 GiB"), "--size is used only with --measure"),
         (("plan", settings, "--measure", "--size", "64"), "--size=64: a size needs a unit"),
         (("plan", settings, "--measure", "--size", "64 B"), "--size: 64 B measure nothing; give at least 4 KiB"),
         (("doctor", "--size", "64"), "--size=64: a size needs a unit"),
