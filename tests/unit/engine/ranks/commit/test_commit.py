@@ -214,11 +214,15 @@ async def test_what_ranks_wrote_of_a_step_that_never_came_is_forgotten_with_the_
 
 
 async def test_what_a_slow_rank_wrote_of_a_step_that_is_gone_by_then_is_forgotten(place: Place) -> None:
-    async with place.open(rank_deadline=2.0) as ranks:
+    tiers = {"ram": ram(place.shared_memory), "disk": folder(place.disk, promote="never")}
+    async with place.open(tiers=tiers) as ranks:
+        await ranks.reached(await ranks.save(1), "ram")
         held = ranks.faulty(1).hold("put", key="packs/*")
-        await ranks.save(1)
+        ranks.let_wait(DEADLINE)
+        with pytest.raises(RanksUnavailable):
+            await ranks[0].promote(1, "disk")
+        ranks.let_wait(SOON)
         await held.reached()
-        await ranks.failed(tier="disk")
         await ranks[0].delete(1, force=True)
         held.release()
         await none(ranks.stores[1:], remembered)
