@@ -121,6 +121,7 @@ async def test_doubt_ends_with_the_grace_period(often: StoreConfig, between: Pro
         async with asyncio.timeout(SOON):
             while indeterminate or len([key for key in s3_place.bucket.sizes() if "/btree" in key]) > 1:
                 await store.collect()
+        assert len([key for key in s3_place.bucket.sizes() if "/btree" in key]) == 1
         assert all(found.intact for found in await store.verify(1))
 
 
