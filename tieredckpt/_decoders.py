@@ -18,7 +18,7 @@ __all__ = ["UNREADABLE", "converted", "from_json", "from_msgpack", "json_decoder
 T = TypeVar("T")
 
 UNREADABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What decoders raise for data that they cannot read: of text that is no UTF-8 a ValueError."""
+"""What decoders raise for data that they cannot read. For text that is no UTF-8 this is a ValueError."""
 
 _guards_types = threading.Lock()
 _json: dict[Any, msgspec.json.Decoder[Any]] = {}

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from tieredckpt._decoders import json_decoder
+from tieredckpt._decoders import UNREADABLE, json_decoder
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.keys import LEAF_KEY, MAX_KEY_BYTES, ROOT, child_key, show_key
 from tieredckpt.format.zarr import dtype_from_name
@@ -257,7 +257,7 @@ def decode_structure(data: bytes) -> Node:
         structure: Node = _DECODER.decode(data)
     except RecursionError:
         raise Corrupt(f"a tree structure nests deeper than the limit of {MAX_DEPTH}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise Corrupt(f"a tree structure is malformed: {error}") from error
     check_structure(structure)
     return structure

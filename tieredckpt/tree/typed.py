@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from tieredckpt._decoders import UNREADABLE
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.format.keys import MAX_KEY_BYTES, show_key
 from tieredckpt.format.structure import MAP, TypedNode
@@ -95,7 +96,7 @@ def _key(path: str, name: str | int) -> object:
         return name
     try:
         plain = msgspec.json.decode(name[1:])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise Corrupt(f"{show_key(path)} has the malformed key {name[:64]!r}: {error}") from error
     return from_plain(path, plain)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from tieredckpt._decoders import msgpack_decoder
+from tieredckpt._decoders import UNREADABLE, msgpack_decoder
 from tieredckpt.blobs.base import Buffer, Unanswered
 from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.process import Process
@@ -230,7 +230,7 @@ class Link:
                 pending.heard_at = time.monotonic()
                 return
             del self._pending[reply.number]
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, TypeError) as error:
+        except (*UNREADABLE, LookupError, TypeError) as error:
             # libchfs may have written over the worker's memory, and callers would wait for ever.
             self.broken = True
             self.process.kill(f"what it sent is no answer: {error!r:.200}")
