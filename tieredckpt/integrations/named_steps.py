@@ -255,15 +255,14 @@ class NamedSteps:
 
     def _delete_unnamed(self) -> None:
         """Delete the saves that lost a path and that no other path names, when a later step is as safe."""
-        pattern = f"{_REMOVED}-{self._store_identity()}-*"
-        removed = {path: reference_at(path) for folder in self._folders for path in folder.glob(pattern)}
-        for path, lost in sorted(removed.items()):
+        found = (path for folder in self._folders for path in folder.glob(f"{_REMOVED}-{self._store_identity()}-*"))
+        for path, lost in sorted((path, reference_at(path)) for path in found):
             if lost is None:
                 continue
             mine = self._saved.get(lost.step)
             try:
-                found, references = self._references(lost.step, {*lost.paths, *(mine.paths if mine else ())})
-                if found == lost.save and not references:
+                held, references = self._references(lost.step, {*lost.paths, *(mine.paths if mine else ())})
+                if held == lost.save and not references:
                     self.store.delete(lost.step)
             except NotFound:
                 if not all(tier.healthy for tier in self.store.tier_infos()):

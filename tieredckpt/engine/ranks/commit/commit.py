@@ -159,7 +159,7 @@ class Commits:
             if step in self._state.membership.undecided:  # it did not fit into RAM
                 self._state.branch.committed(index.record)
             # Before anybody can tell that it was evicted again.
-            report_promoted(self._state, index.record, tier, self.written.pop((step, tier.name), 0), begin)
+            report_promoted(self._state, index.record, tier, self.written.get((step, tier.name), 0), begin)
             for array in index.arrays.values():
                 for chunk in array.chunks:
                     if isinstance(chunk.where, Extent) and not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
