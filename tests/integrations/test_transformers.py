@@ -366,17 +366,11 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(
 
 def test_a_step_has_the_metrics_that_the_trainer_logged_at_it(tmp_path: Path, shared_memory: Path) -> None:
     """So that a policy, here of an export, can choose the best; what users note beside is no obstacle."""
-    transformers = pytest.importorskip("transformers")
-
-    class Noting(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            state.log_history += [{"note": 1.0}, {"step": state.global_step, "text": "no number"}]
-
     options = {"eval_strategy": "steps", "eval_steps": 3, "logging_strategy": "steps", "logging_steps": 3}
     options["label_names"] = ["x"]  # or the Trainer computes no loss of an evaluation
     with program.store_of(tmp_path, shared_memory / "ram") as store:
         trainer = program.trainer_of(tmp_path, store, **options, max_steps=6, save_total_limit=None)
-        trainer.add_callback(Noting)
+        trainer.add_callback(program.Note)
         trainer.train()
         logged = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
         metrics = {info.step: info.metrics for info in store.steps()}

@@ -52,7 +52,7 @@ def save_and_die(settings: StoreConfig, *steps: int) -> None:
 
 
 def go_on(ram_folder: Path) -> int:
-    """Let the agent go on that was stopped when its trainer died; its process."""
+    """Continue the agent that `save_and_die` has stopped; returns its process id."""
     agent = agent_of(ram_folder)
     os.kill(agent, signal.SIGCONT)
     return agent

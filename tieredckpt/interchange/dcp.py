@@ -333,7 +333,7 @@ class _Planner(DefaultSavePlanner):
         return shared.copy_(found)
 
     def end(self) -> None:
-        """Let the memory go: the tensors that are read refer to their planner, which only the collector would find."""
+        """Close the generator of tensors. It refers to this planner, and the cycle would keep the memory of both."""
         if self.coming is not None:
             self.tensors.close()
 

@@ -81,7 +81,7 @@ def settings_of(config: StoreConfig) -> str:
 class Deltas(Generic[D]):
     """The changes of a tier since the other side was last told of it.
 
-    ``tell`` makes the message, of whether it has the whole state, and of the steps that came and went.
+    ``tell(anew, came, gone)`` makes the message: whether it has the whole state, and the steps that came and went.
     """
 
     def __init__(self, tier: Tier, tell: Callable[[bool, tuple[HeldStep, ...], tuple[StepId, ...]], D]) -> None:

@@ -150,7 +150,7 @@ class PendingSaves:
             self._tell_refused()
 
     def _tell_refused(self) -> None:
-        """Let the next call begin, and announce each refused call once all before it have begun."""
+        """Wake the call whose turn has come, and announce each refused call for which no earlier call is waiting."""
         self._turn_ended.notify()  # first: an announcement may fail, and no other call may wait for that
         for turn, refused in tuple(self._turns.items()):
             if refused is None:

@@ -1,4 +1,4 @@
-"""A collection deletes what no step needs and keeps what a step needs, whatever else is under way."""
+"""The collector deletes the packs and files that no step needs, and no others, whatever else is under way."""
 
 from __future__ import annotations
 

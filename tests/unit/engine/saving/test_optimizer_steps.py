@@ -29,7 +29,7 @@ def about_to_step(**options: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def waiting_for(held_back: threading.Event) -> Iterator[None]:
-    """Let the copy go on in a moment; what is called in the block must not end before."""
+    """Release the copy after a moment, and assert that the call in the block has waited for that."""
     timer = threading.Timer(0.05, held_back.set)
     timer.start()
     yield

@@ -29,7 +29,8 @@ def _as_part(record: StepRecord) -> StepRecord:
 
 
 def encode_written(index: StepIndex, written: Extents) -> bytes:
-    """The part of a rank for others, with the places of those of its chunks that it has ``written`` there."""
+    """The part of a rank for others: the chunks that it has ``written`` have their places, small ones their bytes, and
+    the rest neither."""
     arrays = {
         key: PartArray(
             array.grid,

@@ -67,7 +67,7 @@ class Ledger:
         return Replicate(self._ordered, step.step, step.serial, tuple(lacking))
 
     def made(self, request: Replicate) -> None:
-        """Note that all copies of a request were made; those of older steps are dropped then."""
+        """Note that all copies of a request were made, and forget what was noted of older steps."""
         step = StepId(request.serial, request.step)
         for part, _, rank in request.copies:
             self.note(step, part, rank)
