@@ -31,7 +31,9 @@ class Module(pl.LightningModule):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        return self.net(batch).square().mean()
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
 
     def configure_optimizers(self) -> Any:
         named = dict(self.net.named_parameters())
@@ -75,7 +77,7 @@ def train(arguments: dict[str, Any], size: int) -> dict[str, Any]:
         strategy=TieredModelParallelStrategy(config, data_parallel_size=size, tensor_parallel_size=1),
         callbacks=[
             RandomState(),
-            ModelCheckpoint(folder, save_last=True, save_top_k=1),
+            ModelCheckpoint(folder, monitor="loss", save_last=True, save_top_k=1),
             ModelCheckpoint(arguments["weights"], mode="max", save_weights_only=True, save_top_k=-1),
             told,
         ],

@@ -98,6 +98,29 @@ def test_what_lightning_names_is_there_and_what_it_removes_is_gone(tmp_path: Pat
     store.close()
 
 
+def test_a_step_has_as_metrics_what_lightning_chose_it_by(tmp_path: Path, shared_memory: Path) -> None:
+    """So that a policy, here of an export, can choose the best; no step has the score of another one."""
+
+    class Log(program.pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.log("rising", float(trainer.current_epoch))
+            pl_module.log("undefined", float("nan"))
+
+    others = [program.ModelCheckpoint(tmp_path / name, monitor=name) for name in ("rising", "undefined")]
+    trainer = fit(tmp_path, shared_memory / "ram", 2, Log(), *others)
+    (monitored,) = (each for each in trainer.checkpoint_callbacks if each.monitor == "loss")
+    losses = {named_steps.reference_at(path).step: score for path, score in monitored.best_k_models.items()}
+    for each in others:
+        assert named_steps.reference_at(each.best_model_path).step == 5
+    store = trainer.strategy.checkpoint_io._opened().store
+    metrics = {info.step: info.metrics for info in store.steps()}
+    assert metrics == {
+        5: {"loss": losses[5].item(), "rising": 0.0, "undefined": float("inf")},  # as Lightning has it instead of NaN
+        10: {"loss": losses[10].item()},
+    }
+    store.close()
+
+
 def test_a_later_training_over_the_same_store_replaces_no_step(
     tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -355,6 +378,7 @@ def test_sharded_checkpoints_are_loaded_by_another_number_of_ranks(
         assert {info.step: info.serial for info in store.steps()}.items() >= {
             named_steps.reference_at(path)[:2] for path in (tmp_path / "named").iterdir()
         }
+        assert all(info.metrics.keys() == {"loss"} for info in store.steps() if info.tiers)
         (step,) = store.all_steps()[-1:]
         arrays = [array.key for array in store.describe(step).arrays]
         assert arrays[0] == "state_dict/net.0.weight"

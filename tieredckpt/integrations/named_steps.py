@@ -110,7 +110,8 @@ class NamedSteps:
         listed = {PATHS: list(paths)} if self._writes_files else {}
         why: object
         try:
-            made = self.store.save(step, {**checkpoint, **listed}, overwrite=True)
+            metrics = _scores(checkpoint.get("callbacks"), paths)
+            made = self.store.save(step, {**checkpoint, **listed}, metrics=metrics, overwrite=True)
             why = made.skipped
         except (NoSpace, TierUnavailable) as error:
             why = error
@@ -143,7 +144,8 @@ class NamedSteps:
     def warn_of_an_earlier_fit(self, step: int, path: str | os.PathLike[str]) -> None:
         _log.warning(
             "%s is not in the store but written by the framework itself: the store has a step %d already, of an "
-            "earlier training. Give each training a store of its own, or delete the steps that nobody needs",
+            "earlier training, or of this one before it was killed. Give each training a store of its own, or delete "
+            "the steps that nobody needs",
             *(path, step),
         )
 
@@ -189,12 +191,16 @@ class NamedSteps:
         return not others or self._same(step, {name: checkpoint[name] for name in before.parts})
 
     def _same(self, step: int, checkpoint: Mapping[str, Any]) -> bool:
-        """Whether the tensors of a checkpoint are those of the step, which a callback may have replaced in it."""
+        """Whether the tensors of a checkpoint are those of the step, which a callback may have replaced in it.
+
+        What callbacks keep is left out: the scores of each ModelCheckpoint change between the saves of a step.
+        """
+        compared = {name: part for name, part in checkpoint.items() if name != "callbacks"}
         try:
-            found = self.store.restore(step, keys=list(checkpoint), copy=False, resume=False)
+            found = self.store.restore(step, keys=list(compared), copy=False, resume=False)
         except TieredCkptError:
             return False
-        return found is not None and _equal(found.tree, checkpoint)
+        return found is not None and _equal(found.tree, compared)
 
     def resolve(self, path: str | os.PathLike[str], reference: Reference) -> Reference:
         """``reference``, or if the store has lost its save, one to the save that ``path`` named before.
@@ -284,6 +290,15 @@ class NamedSteps:
             with suppress(TieredCkptError):
                 self._identity = self.store.describe(held[-1].step, serial=held[-1].serial).store if held else None
         return self._identity or ""
+
+
+def _scores(callbacks: Any, paths: Collection[str]) -> dict[str, Any]:
+    """What the callbacks that chose ``paths`` monitor; their ``current_score`` may be of an earlier step."""
+    states = callbacks.values() if isinstance(callbacks, Mapping) else ()
+    chosen = [state for state in states if isinstance(state, Mapping) and {"best_k_models", "monitor"} <= state.keys()]
+    return {
+        state["monitor"]: score for state in chosen for path, score in state["best_k_models"].items() if path in paths
+    }
 
 
 def _equal(stored: Any, live: Any) -> bool:
