@@ -391,6 +391,25 @@ def test_a_store_that_cannot_save_is_refused_before_the_training(tmp_path: Path,
     assert trainer.state.global_step == 0
 
 
+def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path, shared_memory: Path) -> None:
+    model = program.Model()
+    own, others = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, torch.nn.Linear(2, 2)))
+    with program.store_of(tmp_path, shared_memory / "ram") as store:
+        for optimizer, scheduler, error in (
+            (others, None, "'optimizer': no module of this state has all of its parameters"),
+            (own, program.Unstorable(own), "scheduler/schedule"),
+        ):
+            trainer = program.trainer_of(tmp_path, store, model=model, optimizers=(optimizer, scheduler))
+            with pytest.raises(Invalid, match=error):
+                trainer.train()
+            assert trainer.state.global_step == 0
+        unsaved = program.trainer_of(
+            tmp_path, store, model=model, optimizers=(own, program.Unstorable(own)), save_strategy="no", max_steps=2
+        )
+        unsaved.train()
+        assert unsaved.state.global_step == 2
+
+
 def test_fsdp_and_deepspeed_are_refused_before_the_training(
     tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,9 @@ def arguments_of(folder: Path, **options: Any) -> TrainingArguments:
     )
 
 
-def trainer_of(folder: Path, store: SyncStore, *callbacks: Any, model: Any = None, **options: Any) -> TieredTrainer:
+def trainer_of(
+    folder: Path, store: SyncStore, *callbacks: Any, model: Any = None, optimizers: Any = (None, None), **options: Any
+) -> TieredTrainer:
     data = [{"x": row} for row in torch.randn(40, 8, generator=torch.Generator().manual_seed(1))]
     return TieredTrainer(
         model or Model(),
@@ -81,7 +83,13 @@ def trainer_of(folder: Path, store: SyncStore, *callbacks: Any, model: Any = Non
         eval_dataset=data[:4],
         store=store,
         callbacks=list(callbacks),
+        optimizers=optimizers,
     )
+
+
+class Unstorable(torch.optim.lr_scheduler.ConstantLR):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"schedule": object()}
 
 
 def digest_of(trainer: Any) -> str:

@@ -97,6 +97,13 @@ class TieredTrainerMixin(_Base):
         self._rotate(Path(self.args.output_dir))
         return result
 
+    def _prepare_for_training(self: Any, *args: Any, **options: Any) -> Any:
+        """Raise before the first step, when all parts exist, what the first save would raise."""
+        prepared = super()._prepare_for_training(*args, **options)
+        if self.args.save_strategy != "no":
+            self._store.prepare(self._parts(whole=not self.args.save_only_model).tree())
+        return prepared
+
     # -- saving -------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
