@@ -302,6 +302,36 @@ def test_a_failing_tier_ends_no_training(shared_memory: Path, tmp_path: Path, fa
 # -- what does not fit ------------------------------------------------------------------------------------
 
 
+class Augmented(torch.utils.data.Dataset):
+    """Draws in the process that loads an item, and tells its generator."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return index + torch.rand(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["rng"])
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata uses
+def test_a_worker_process_draws_after_a_restore_as_it_would_have_drawn(opened: SyncStore) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    loader = stateful(Augmented(), batch_size=2, num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    TrainingState(dataloader=loader).save(opened, 1)
+    expected = list(batches)
+    again = stateful(Augmented(), batch_size=2, num_workers=1)
+    torch.manual_seed(5)
+    TrainingState(dataloader=again).restore(opened)
+    assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
+
+
 def test_what_does_not_fit_is_named(opened: SyncStore) -> None:
     model = model_of(1)
     optimizer = torch.optim.Adam(model.parameters())
