@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,38 @@ class TestCancellation:
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+    async def test_a_read_whose_coroutine_is_closed_lets_the_copy_end_first(
+        self, network_store: PosixStore, monkeypatch: pytest.MonkeyPatch, never_blocked_loop: Any
+    ) -> None:
+        never_blocked_loop.deactivate()  # nothing may be awaited any more
+        store = network_store
+        await store.put("key", [bytes(LARGE)])
+        copying, go_on, copied = threading.Event(), threading.Event(), threading.Event()
+        real = target.np.copyto
+
+        def copy(to: Any, data: Any) -> None:
+            copying.set()
+            assert go_on.wait(30)
+            real(to, data)
+            copied.set()
+
+        def let_it_end() -> None:
+            end = time.monotonic() + 30
+            while not store.hanging and time.monotonic() < end:  # till the read was given up
+                time.sleep(0.001)
+            go_on.set()
+
+        monkeypatch.setattr(target.np, "copyto", copy)
+        running: Any = store.get_into("key", 0, aligned(bytes(LARGE)))
+        running.send(None)
+        await asyncio.to_thread(copying.wait, 30)
+        ending = threading.Thread(target=let_it_end, daemon=True)
+        ending.start()
+        running.close()
+        assert copied.is_set()
+        ending.join()
+        await self.until_none_hangs(store)
 
     @pytest.mark.parametrize(
         ("name", "verb"),

@@ -252,6 +252,28 @@ class TestFilesThatWereReplaced:
         assert into == data
         assert client.said == [call]
 
+    async def test_nothing_stays_of_a_file_that_was_replaced_while_it_was_read(
+        self, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nbytes = 2 * LARGE  # more than is read in one go
+        old, new = pattern(nbytes, 1), pattern(nbytes, 2)
+        await store.put("a/key", [old])
+        preadv, reads = os.preadv, 0
+
+        def replaced(fd: int, *arguments: Any) -> int:
+            nonlocal reads
+            reads += 1
+            if reads == 2:
+                (root / "new").write_bytes(new)
+                os.replace(root / "new", root / "a/key")
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return preadv(fd, *arguments)
+
+        monkeypatch.setattr(os, "preadv", replaced)
+        into = bytearray(nbytes)
+        assert await store.get_digested("a/key", [Stretch(0, nbytes, memoryview(into))]) == [digest(new)]
+        assert into == new
+
     @pytest.mark.parametrize("verb", VERBS)
     async def test_a_store_that_was_closed_meanwhile_says_so(
         self, store: PosixStore, verb: str, monkeypatch: pytest.MonkeyPatch

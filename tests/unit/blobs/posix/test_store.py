@@ -18,11 +18,11 @@ import pytest
 from support.insight import opened_below
 from support.posix_files import LARGE, SMALL, Calls, files, sizes
 
-from tieredckpt.blobs.base import Free, Survives
+from tieredckpt.blobs.base import Free, Stretch, Survives
 from tieredckpt.blobs.posix import transfer
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.wrap import Metered
-from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Closed, Corrupt, Invalid, NoSpace, NotFound, ShortRead, TieredCkptError, TierUnavailable
 from tieredckpt.testing.backdoor import aligned, listed, pattern, verbs
 
 pytestmark = pytest.mark.usefixtures("never_blocked_loop")
@@ -155,22 +155,25 @@ class TestDirectIO:
 
 
 class TestDurability:
-    def synced(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    def synced(self, monkeypatch: pytest.MonkeyPatch, *, nbytes: int | None = None) -> list[str]:
+        """The paths of what is synced, in order; a file has ``nbytes`` by then."""
         real, synced = os.fsync, []
 
         def noting(fd: int) -> None:
             synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+            found = os.fstat(fd)
+            assert nbytes in (None, found.st_size) or stat.S_ISDIR(found.st_mode)
             real(fd)
 
         monkeypatch.setattr(os, "fsync", noting)
         return synced
 
     @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-    @sizes
+    @pytest.mark.parametrize("nbytes", [1, SMALL, LARGE])  # the first one fits in a buffer of Python's
     async def test_a_put_syncs_the_file_then_its_name_then_new_folders(
         self, root: Path, store: PosixStore, nbytes: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        synced = self.synced(monkeypatch)
+        synced = self.synced(monkeypatch, nbytes=nbytes)
         await store.put("a/b/key", [bytes(nbytes)])
         assert synced[0].startswith(f"{root}/a/b/.")
         assert synced[1] == f"{root}/a/b"
@@ -366,6 +369,64 @@ class TestFailures:
         await store.delete("a")
         assert files(root) == {"a/b"}
 
+    @pytest.mark.parametrize(
+        ("call", "verb"),
+        [
+            ("open", lambda store: store.get("key", limit=1)),
+            ("open", lambda store: store.get_into("key", 0, memoryview(bytearray(1)))),
+            ("open", lambda store: store.sweep(0)),
+            ("stat", lambda store: store.stat("key")),
+            ("unlink", lambda store: store.delete("key")),
+            ("statvfs", lambda store: store.free()),
+        ],
+        ids=["get", "get_into", "sweep", "stat", "delete", "free"],
+    )
+    async def test_a_verb_that_the_file_system_fails_names_where(
+        self,
+        root: Path,
+        store: PosixStore,
+        call: str,
+        verb: Callable[[PosixStore], Awaitable[object]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        await store.put("key", [b"x"])
+        Calls(monkeypatch, call).error = errno.EIO
+        with pytest.raises(TierUnavailable, match=str(root)):
+            await verb(store)
+
+    @sizes
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda store, nbytes: store.get("key", limit=nbytes),
+            lambda store, nbytes: store.get_into("key", 0, aligned(bytes(nbytes))),
+            lambda store, nbytes: store.get_digested("key", [Stretch(0, nbytes, aligned(bytes(nbytes)))]),
+        ],
+        ids=["get", "get_into", "get_digested"],
+    )
+    async def test_a_file_that_is_cut_while_it_is_read_is_short(
+        self,
+        root: Path,
+        store: PosixStore,
+        read: Callable[[PosixStore, int], Awaitable[object]],
+        nbytes: int,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        await store.put("key", [pattern(nbytes)])
+        real, looks = os.fstat, 0
+
+        def cutting(fd: int) -> os.stat_result:
+            nonlocal looks
+            found = real(fd)
+            looks += found.st_size == nbytes
+            if looks == 2:  # the first one asks what kind of file it is, the second how large
+                os.truncate(root / "key", nbytes // 2)
+            return found
+
+        monkeypatch.setattr(os, "fstat", cutting)
+        with pytest.raises(ShortRead, match=f"ended.* {nbytes // 2} "):
+            await read(store, nbytes)
+
     @pytest.mark.parametrize("call", ["scandir", "stat"])
     async def test_a_listing_that_fails_is_an_error(
         self, store: PosixStore, call: str, monkeypatch: pytest.MonkeyPatch
@@ -521,6 +582,14 @@ async def test_it_tells_how_much_room_there_is(store: PosixStore, root: Path, mo
     assert await Metered(store).free() == found[1] * found[4]
     found[2] = 0  # a file system without blocks
     assert await store.free() is None
+
+
+async def test_a_closed_store_tells_no_room_and_sweeps_nothing(store: PosixStore) -> None:
+    await store.close()
+    with pytest.raises(Closed):
+        await store.free()
+    with pytest.raises(Closed):
+        await store.sweep(0)
 
 
 class TestSweep:
