@@ -15,6 +15,7 @@ from support.insight import flip_chunk, tier_of
 from support.scenes import SOON, Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.repairing.repair import repair_index
 from tieredckpt.engine.repairing.verify import Verified
@@ -185,6 +186,40 @@ async def test_a_step_whose_old_commit_is_misread_while_it_is_committed_anew_is_
     assert await scene.is_held()
 
 
+@pytest.mark.parametrize("damaged", [False, True], ids=["held", "damaged"])
+async def test_until_a_step_is_committed_anew_the_commit_before_it_stays_as_it_was(
+    scene: Scene, faults: FaultyTiers, damaged: bool
+) -> None:
+    """Also one that was misread: after a crash the medium may read it well, and RAM may be gone."""
+    before = {path: path.read_bytes() for path in scene.disk.glob("steps/*1-*/*")}
+    assert len(before) == 2
+    scene.tier.packs.index.clear()  # so that its chunks are written anew, and its index differs
+    held, anew = await scene.held_up(faults["disk"], damaged=damaged)
+    meanwhile = {path: path.read_bytes() for path in before}
+    held.release()
+    await anew
+    assert meanwhile == before
+    if not damaged:  # of one that was misread, it stays for the grace period
+        assert len(list(scene.disk.glob("steps/*1-*/btree*"))) == 1
+    assert await scene.is_held()
+
+
+async def test_a_step_is_not_committed_anew_once_a_deletion_of_it_may_come_late(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    """As of a promotion that began before: the manifest would go, and the copy would count."""
+    faults["disk"].fail("delete", Overdue("no answer"), key=MANIFEST)
+
+    async def commit_behind_a_deletion() -> None:
+        index = await step_index.load(scene.tier, scene.step)
+        with pytest.raises(Overdue):
+            await commit_file.retract(scene.tier, scene.step)
+        await commit_file.commit(scene.tier, index.record, index.arrays)
+
+    with pytest.raises(Conflict, match=r"tier 'disk': a deletion of step 1 .* may still be carried out"):
+        await scene.store._life.loop.call(commit_behind_a_deletion())
+
+
 async def test_a_damaged_step_that_is_evicted_while_its_commit_is_read_again_is_told_once_to_be_gone(
     scene: Scene, faults: FaultyTiers
 ) -> None:
@@ -262,6 +297,24 @@ async def test_a_commit_that_failed_after_it_had_happened_leaves_no_manifest(sce
     faults["disk"].fail("put", Conflict("another writes"), key="steps/*3-*/manifest.ocdbt", after=True)
     with pytest.raises(Conflict):
         await scene.store.promote(3, "disk")
+    assert not list(scene.disk.glob("steps/*3-*/manifest.ocdbt"))
+    assert await scene.store.where(3) == ("ram",)
+    await scene.store.promote(3, "disk")
+    assert all(found.intact for found in await scene.store.verify(3))
+
+
+async def test_a_commit_that_was_cancelled_after_it_had_happened_leaves_no_manifest(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    """The step counts as not held, and its packs as dead."""
+    await scene.store.save(3, tree(3))
+    held = faults["disk"].hold("put", key="steps/*3-*/manifest.ocdbt", after=True)
+    promoting = asyncio.create_task(scene.store.promote(3, "disk"))
+    await held.reached()
+    promoting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await promoting
+    await scene.store.collect()
     assert not list(scene.disk.glob("steps/*3-*/manifest.ocdbt"))
     assert await scene.store.where(3) == ("ram",)
     await scene.store.promote(3, "disk")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from reliability.tiers import FaultyTiers
+from support.insight import tier_of
 from support.scenes import Heard, assert_restored, config, folder, leases, ram, taken_over, tree
 
 from tieredckpt import CheckpointStore
@@ -22,6 +23,7 @@ from tieredckpt.blobs.base import BlobInfo, Unanswered
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.opening.connect import connect_late
 from tieredckpt.engine.tier import lease as lease_module
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.errors import Conflict, Invalid, NoSpace, TierUnavailable
@@ -249,6 +251,24 @@ async def test_a_writer_that_another_took_over_from_stops_writing(
         await heard.first(TierRecovered)
         await store.flush()
         assert await store.where(2) == ("ram", "disk")
+
+
+async def test_a_tier_is_not_opened_again_while_another_writer_is_at_work(disk: Path) -> None:
+    """Though no lease of this one runs out for long: it would commit beside the other."""
+    settings = config({"disk": folder(disk)}, lease_ttl=1000, grace=2000)
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree(1))
+        engine, tier = store._life.engine, tier_of(store, "disk")
+        (mine,) = (disk / "leases").iterdir()
+        other = lease(disk, time.time() + 1000, taken_at=time.time())
+        mine.unlink()
+        with pytest.raises(Conflict, match=r"tier 'disk'.* is being written to by process .* on node17"):
+            await store._life.loop.call(connect_late(engine.state, tier))
+        with pytest.raises(TierUnavailable, match="another one has been there"):
+            await store._life.loop.call(tier.confirm_lease())
+        other.unlink()
+        await store._life.loop.call(connect_late(engine.state, tier))
+        await store.save(2, tree(2))
 
 
 async def test_a_writer_that_was_paused_while_another_came_and_went_reads_anew_what_there_is(
