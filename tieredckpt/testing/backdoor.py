@@ -8,11 +8,11 @@ import functools
 import mmap
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from tieredckpt.blobs.base import ALIGNMENT, BlobStore, GetDigested, Stretch
+from tieredckpt.blobs.base import ALIGNMENT, BlobStore, GetDigested, PutStream, Stretch
 
 __all__ = ["BackDoor", "FolderBackDoor", "aligned", "assert_cancelled_reads_let_go", "listed", "pattern", "verbs"]
 
@@ -100,7 +100,13 @@ def verbs(store: BlobStore, key: str) -> list[Callable[[], Awaitable[object]]]:
         calls.append(lambda: store.put(key, [b"x"], create_only=True))
     if store.traits.digested_reads and isinstance(store, GetDigested):
         calls.append(lambda: store.get_digested(key, [Stretch(0, 1, memoryview(bytearray(1)))]))
+    if isinstance(store, PutStream):
+        calls.append(lambda: store.put_stream(key, _one_piece()))
     return calls
+
+
+async def _one_piece() -> AsyncIterator[bytes]:
+    yield b"x"
 
 
 async def assert_cancelled_reads_let_go(

@@ -306,9 +306,13 @@ class BlobStoreTests(GetDigestedTests):
         assert await back_door.list() == set()
 
     async def test_a_prefix_that_is_no_folder_is_invalid(self, store: BlobStore) -> None:
+        at_once = store if isinstance(store, ListAtOnce) and await store.list_at_once("") is not None else None
         for prefix in NOT_PREFIXES:
             with pytest.raises(Invalid):
                 await listed(store, prefix)
+            if at_once is not None:
+                with pytest.raises(Invalid):
+                    await at_once.list_at_once(prefix)
 
     async def test_memory_that_cannot_be_filled_is_invalid(self, store: BlobStore, back_door: BackDoor) -> None:
         await back_door.put("a", b"abc")
@@ -318,6 +322,7 @@ class BlobStoreTests(GetDigestedTests):
 
     async def test_a_closed_store_says_so(self, store: BlobStore, back_door: BackDoor) -> None:
         await store.put("a", [b"x"])
+        at_once = store if isinstance(store, ListAtOnce) and await store.list_at_once("") is not None else None
         await store.close()
         await store.close()
         for call in verbs(store, "a"):
@@ -325,6 +330,9 @@ class BlobStoreTests(GetDigestedTests):
                 await call()
         with pytest.raises(self.closed):
             await listed(store)
+        if at_once is not None:
+            with pytest.raises(self.closed):
+                await at_once.list_at_once("")
         assert await back_door.get("a") == b"x"
 
     async def test_a_put_under_way_survives_close(self, store: BlobStore, back_door: BackDoor) -> None:
