@@ -85,7 +85,7 @@ class _CudaStream:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Make this the current stream of the calling thread, and its device the current device."""
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._stream.device_index), self._stream:
             yield
 
     @contextmanager

@@ -6,9 +6,10 @@ A copy goes directly to or from registered memory. Other memory is copied throug
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -106,13 +107,10 @@ class Link(Generic[T]):
 
         If ``target`` is None, a buffer takes the bytes. Raises `DeviceUnavailable`; a part may be in flight then.
         """
-        stream = self._stream_of(device)
-        with self._way(device.driver, None if target is None else target[:nbytes], nbytes) as (parts, buffer):
-            try:
-                stream.copy_out(source, parts)
-            finally:
-                # Also for a copy that failed half way: some of its parts may be under way.
-                self._flights.append(Flight(what, _mark(stream), buffer, device.driver))
+        copy = partial(self._stream_of(device).copy_out, source)
+        if target is None or not self._direct(what, device, copy, target[:nbytes]):
+            buffer = self._buffer(device.driver)
+            self._begin(what, device, copy, [buffer[:nbytes]], buffer)
 
     def copy_in(self, what: T, device: Device, source: Bytes, target: Any, ready: Event | None) -> None:
         """Begin to fill ``target``, an array on ``device``, with its row-major bytes, once it is ``ready``.
@@ -123,13 +121,11 @@ class Link(Generic[T]):
         stream = self._stream_of(device)
         if ready is not None:
             stream.after(ready)
-        with self._way(device.driver, source, source.size) as (parts, buffer):
-            if buffer is not None:
-                np.copyto(parts[0], source)
-            try:
-                stream.copy_in(parts, target)
-            finally:
-                self._flights.append(Flight(what, _mark(stream), buffer, device.driver))
+        copy = partial(stream.copy_in, target=target)
+        if not self._direct(what, device, copy, source):
+            buffer = self._buffer(device.driver)
+            np.copyto(buffer[: source.size], source)
+            self._begin(what, device, copy, [buffer[: source.size]], buffer)
 
     def land(self) -> Flight[T]:
         """The oldest copy, which has not arrived: wait for it, use it, then `done`."""
@@ -145,19 +141,22 @@ class Link(Generic[T]):
             self._streams[device] = self._lent.enter_context(self._stream(device))
         return self._streams[device]
 
-    @contextmanager
-    def _way(self, driver: Driver, memory: Bytes | None, nbytes: int) -> Iterator[tuple[list[Bytes], Bytes | None]]:
-        """Host memory for a copy of so many bytes, for the block that enqueues it.
-
-        Yields parts of ``memory`` and None, or parts of a buffer and that buffer.
-        """
-        direct = nullcontext(None) if memory is None else self._memory.direct(driver, memory)
-        with direct as parts:
+    def _direct(self, what: T, device: Device, copy: Callable[[list[Bytes]], None], memory: Bytes) -> bool:
+        """Begin a copy to or from ``memory`` itself; False if the device does not reach it."""
+        with self._memory.guards_mappings:
+            parts = self._memory.within(device.driver, memory)
             if parts is not None:
-                yield parts, None
-            else:
-                buffer = self._buffer(driver)
-                yield [buffer[:nbytes]], buffer
+                self._begin(what, device, copy, parts, None)
+            return parts is not None
+
+    def _begin(
+        self, what: T, device: Device, copy: Callable[[list[Bytes]], None], parts: list[Bytes], buffer: Bytes | None
+    ) -> None:
+        try:
+            copy(parts)
+        finally:
+            # Also for a copy that failed half way: some of its parts may be under way.
+            self._flights.append(Flight(what, _mark(self._streams[device]), buffer, device.driver))
 
     def _buffer(self, driver: Driver) -> Bytes:
         if driver not in self._free:

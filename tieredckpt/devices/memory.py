@@ -40,6 +40,7 @@ class Registered:
         self.error: OSError | None = None
         """Why no more is registered."""
         self.mapping = mapping
+        self._start = address(mapping)
         self._driver = driver
         self._ends: list[int] = []
         """Ends of the ranges, which follow each other."""
@@ -77,7 +78,7 @@ class Registered:
 
     def within(self, memory: Bytes) -> list[Bytes] | None:
         """``memory`` in parts that lie in one range each; None unless all of it is registered."""
-        offset = address(memory) - address(self.mapping)
+        offset = address(memory) - self._start
         ends = self._ends  # it only grows
         if offset < 0 or not ends or offset + memory.size > ends[-1]:
             return None
@@ -116,8 +117,8 @@ class HostMemory:
         """Idle streams."""
         self._at_work: list[Stream] = []
         self._guards_members = threading.Lock()
-        self._guards_mappings = threading.Lock()
-        """Held while a copy to or from a mapping is enqueued: no mapping is given back meanwhile."""
+        self.guards_mappings = threading.Lock()
+        """Held while a copy to or from a mapping is enqueued on a stream of `stream`: none is given back meanwhile."""
         self._told = False
         """Whether the lack of page-locked memory was logged."""
 
@@ -131,7 +132,7 @@ class HostMemory:
 
     def forget(self, mapping: Bytes) -> None:
         """Give a mapping back to the drivers, before it goes, when the copies there have ended."""
-        with self._guards_mappings, self._guards_members:
+        with self.guards_mappings, self._guards_members:
             gone = [each for some in self._registered.values() for each in some if each.mapping is mapping]
             self._mappings = tuple(each for each in self._mappings if each is not mapping)
             for driver, some in self._registered.items():
@@ -162,16 +163,6 @@ class HostMemory:
             if (parts := registered.within(memory)) is not None:
                 return parts
         return None
-
-    @contextmanager
-    def direct(self, driver: Driver, memory: Bytes) -> Iterator[list[Bytes] | None]:
-        """As `within`, for a block that enqueues the copies, on a stream of `stream`."""
-        parts = self.within(driver, memory)
-        if parts is None:
-            yield None
-            return
-        with self._guards_mappings:
-            yield self.within(driver, memory)  # it may have been given back in between
 
     @contextmanager
     def stream(self, device: Device) -> Iterator[Stream]:

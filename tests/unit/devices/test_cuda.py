@@ -32,9 +32,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64,
 class Immediate:
     """A stream and an event that are always done."""
 
-    device = "cuda:0"
+    device_index = 0
 
     def __init__(self, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
         pass
 
     def wait_event(self, event: Any) -> None:
@@ -56,8 +62,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         return
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, Immediate)
-    for name in ("stream", "device"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(cuda._CudaDriver, "register", lambda *_: None)
     monkeypatch.setattr(cuda._CudaDriver, "unregister", lambda *_: None)
     monkeypatch.setattr(cuda._CudaDriver, "pinned", lambda _, nbytes: np.empty(nbytes, np.uint8))
@@ -135,11 +140,12 @@ def full_gather(full: Any) -> Any:
 
 
 def test_new_memory_is_taken_on_the_stream_that_is_given(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(taken.append(stream)))
-    stream = torch.cuda.Stream()
-    made = cuda._device(0).empty(torch.ones(3, 4, device=device), cuda._CudaStream("cuda:0", stream))
-    assert (made.shape, taken) == ((3, 4), [stream])
+    order = noted(monkeypatch)
+    plain = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: (order.append("empty"), plain(*shape, **how))[1])
+    made = cuda._device(0).empty(torch.ones(3, 4, device=device), cuda._CudaStream("cuda:0", Noted(order)))
+    assert made.shape == (3, 4)
+    assert order == ["begin device 0", "begin stream", "empty", "end stream", "end device 0"]
 
 
 def test_page_locked_memory_is_of_the_host_wherever_new_tensors_of_the_program_lie(
@@ -281,21 +287,39 @@ def test_the_capture_mode_of_a_thread_is_set_without_giving_the_gil_away(monkeyp
     assert cuda._exchange.__wrapped__() == "PyDLL"
 
 
-def test_a_thread_works_on_the_device_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the end of the block would set its own one, the first, which begins to hold memory of the process then."""
+class Noted(Immediate):
+    """A stream that notes when it begins and ends to be the current one."""
+
+    def __init__(self, order: list[str]) -> None:
+        self.order = order
+
+    def __enter__(self) -> None:
+        self.order.append("begin stream")
+
+    def __exit__(self, *error: object) -> None:
+        self.order.append("end stream")
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which device begins and ends to be the current one, from now on."""
     order: list[str] = []
 
     @contextmanager
-    def noted(what: Any) -> Iterator[None]:
-        order.append(f"begin {what if isinstance(what, str) else 'stream'}")
+    def on(device: int) -> Iterator[None]:
+        order.append(f"begin device {device}")
         yield
-        order.append(f"end {what if isinstance(what, str) else 'stream'}")
+        order.append(f"end device {device}")
 
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, noted)
-    with cuda._CudaStream("cuda:0", Immediate()).working():
+    monkeypatch.setattr(torch.cuda, "device", on)
+    return order
+
+
+def test_a_thread_works_on_the_device_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the end of the block would set its own one, the first, which begins to hold memory of the process then."""
+    order = noted(monkeypatch)
+    with cuda._CudaStream("cuda:0", Noted(order)).working():
         pass
-    assert order == ["begin cuda:0", "begin stream", "end stream", "end cuda:0"]
+    assert order == ["begin device 0", "begin stream", "end stream", "end device 0"]
 
 
 def test_a_tensor_of_which_items_share_memory_is_not_restored_into(tiers: StoreConfig, device: str) -> None:
