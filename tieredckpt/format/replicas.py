@@ -74,8 +74,12 @@ def show_difference(found: Difference) -> str:
     return f"{what} as on most of the {found.holders} ranks that have it"
 
 
-def show_ranks(ranks: Iterable[int]) -> str:
-    """Format ranks for a message: ``rank 3``, ``ranks 1, 2, 5``, the first ten of many."""
+def show_ranks(ranks: Iterable[int], count: int | None = None) -> str:
+    """Format ranks for a message: ``rank 3``, ``ranks 1, 2, 5``, the first ten of many.
+
+    ``count`` is how many there are if ``ranks`` are the first of them.
+    """
     found = sorted(ranks)
-    shown = ", ".join(map(str, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+    more = (count or len(found)) - len(found[:10])
+    shown = ", ".join(map(str, found[:10])) + (f" and {more} more" if more else "")
     return f"rank {shown}" if len(found) == 1 else f"ranks {shown}"

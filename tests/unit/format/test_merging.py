@@ -177,6 +177,13 @@ def test_a_step_without_all_its_ranks_is_none() -> None:
     assert "two parts of one rank" in conflict(rows(0, 2), rows(0, 2), rows(1, 2))
 
 
+def test_ranks_that_are_missing_are_not_counted_in_memory() -> None:
+    """A damaged record may name more than fit there."""
+    alone = rows(0, 2)
+    message = conflict(Part(msgspec.structs.replace(alone.record, ranks=1 << 62), alone.arrays))
+    assert f"ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and {(1 << 62) - 11} more of {1 << 62} did not" in message
+
+
 @pytest.mark.parametrize("changes", [{"step": 6}, {"serial": 4}, {"store": "x"}, {"restored_from": 1}, {"ranks": 3}])
 def test_parts_of_different_steps_are_none(changes: dict[str, Any]) -> None:
     other = rows(1, 2)
