@@ -1,7 +1,8 @@
 """Several stores whose folders are moved, copied, removed, unmounted and replaced, by turns with everything they do.
 
 Whatever happens to the folders, no step of one store is returned by another, no acknowledged step is lost but by who
-removes it, and nobody is refused but who writes to a copy.
+removes it, and nobody is refused but who writes to a copy, or restores while the steps may lie on a file system that
+is not mounted.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from reliability.ranks import World
 from support.command_line import run
 from support.scenes import CHUNK, config, crash, folder, new_shared_folder, ram
 
-from tieredckpt import CheckpointStore
+from tieredckpt import CheckpointStore, Restored
 from tieredckpt.blobs.ram.find import find_ram
-from tieredckpt.errors import Conflict, NotFound
+from tieredckpt.errors import Conflict, NotFound, TierUnavailable
 
 NAMES = st.sampled_from(["one", "two", "three", "mounted/run"])
+WHICH = st.integers(0, 5)
+"""One of the stores at hand."""
 DISKS = 2
 Step = tuple[int, int]
 """Serial and number."""
@@ -47,6 +50,8 @@ class IdentityMachine(RuleBasedStateMachine):
         """By store, the last acknowledged save that nobody has removed, and its value."""
         self.next = 0
         self.disk: int | None = None
+        self.seen: dict[str, None] = {}
+        """Stores that had RAM, in the order in which they came: their names are random, and a replay has others."""
 
     @initialize()
     def make_disks(self) -> None:
@@ -99,6 +104,15 @@ class IdentityMachine(RuleBasedStateMachine):
         markers = [path for path in self.base.glob("**/tieredckpt.json") if self.root not in path.parents]
         return any(step in self.on_disk(path.parent) for path in markers)
 
+    def with_ram(self, *, steps: bool) -> list[str]:
+        """The stores that have RAM, or those with steps there, in an order that a replay has again."""
+        there = {each.store for each in find_ram(self.root) if each.steps or not steps}
+        return [store for store in self.seen if store in there]
+
+    @invariant()
+    def stores_are_seen_when_they_come(self) -> None:
+        self.seen |= dict.fromkeys(each.store for each in find_ram(self.root))
+
     @invariant()
     def no_acknowledged_step_is_lost(self) -> None:
         for store in self.newest:
@@ -120,6 +134,15 @@ class IdentityMachine(RuleBasedStateMachine):
         assert "is a copy of the store at" in refusal
         assert str(self.path(name)) in refusal
         return None
+
+    async def restored(self, store: CheckpointStore) -> Restored | None:
+        """The newest step; None if there is none, or if RAM has none and the folder's file system is not mounted."""
+        try:
+            return await store.restore()
+        except TierUnavailable as error:
+            if "is empty and on another file system than the one that had the store" not in str(error):
+                raise
+            return None
 
     async def save(self, store: CheckpointStore, *, promote: bool) -> None:
         marker = store._life.engine.state.identity.marker
@@ -147,7 +170,7 @@ class IdentityMachine(RuleBasedStateMachine):
                 return
             marker = store._life.engine.state.identity.marker
             assert marker is not None
-            restored = await store.restore()
+            restored = await self.restored(store)
             if restored is not None:
                 self.check(marker.store, restored.tree)
             in_ram, step = before.get(marker.store, (False, (0, 0)))
@@ -180,7 +203,7 @@ class IdentityMachine(RuleBasedStateMachine):
                     return
             marker = stores[0]._life.engine.state.identity.marker
             assert marker is not None
-            for restored in await asyncio.gather(*(store.restore() for store in stores)):
+            for restored in await asyncio.gather(*map(self.restored, stores)):
                 if restored is not None:
                     self.check(marker.store, restored.tree)
             if stores[0]._life.engine.state.tiers[1].healthy:
@@ -208,7 +231,7 @@ class IdentityMachine(RuleBasedStateMachine):
             except NotFound:
                 assert self.uuid_at(name) is None
                 return
-            restored = await store.restore()
+            restored = await self.restored(store)
             if restored is not None:
                 assert store._life.engine.state.identity.marker is not None
                 self.check(store._life.engine.state.identity.marker.store, restored.tree)
@@ -274,12 +297,12 @@ class IdentityMachine(RuleBasedStateMachine):
                 if not self.kept(before):  # RAM went with the folder
                     del self.newest[before]
 
-    @rule(name=NAMES, data=st.data())
-    def adopt(self, name: str, data: st.DataObject) -> None:
-        stores = sorted({each.store for each in find_ram(self.root) if each.steps})
+    @rule(name=NAMES, which=WHICH)
+    def adopt(self, name: str, which: int) -> None:
+        stores = self.with_ram(steps=True)
         if not stores:
             return
-        store = data.draw(st.sampled_from(stores))
+        store = stores[which % len(stores)]
         holds = self.on_disk(self.path(name))
         told = self.told("adopt", self.path(name), "--ram", store, "--root", self.root)
         if told is None:
@@ -287,12 +310,12 @@ class IdentityMachine(RuleBasedStateMachine):
         else:
             assert self.uuid_at(name) == store
 
-    @rule(gone=st.booleans(), data=st.data())
-    def forget(self, gone: bool, data: st.DataObject) -> None:
-        stores = sorted({each.store for each in find_ram(self.root)})
+    @rule(gone=st.booleans(), which=WHICH)
+    def forget(self, gone: bool, which: int) -> None:
+        stores = self.with_ram(steps=False)
         if not stores:
             return
-        what = "--gone" if gone else data.draw(st.sampled_from(stores))
+        what = "--gone" if gone else stores[which % len(stores)]
         assert self.told("forget", what, "--root", self.root) is not None
         self.forget_what_went()
 
