@@ -73,6 +73,8 @@ class Link(Generic[T]):
         self._memory, self._stream, self._part = memory, stream, part
         self._ahead = max(1, min(_AHEAD, BUFFER // part))
         self._streams: dict[Device, Stream] = {}
+        self._ready: dict[Device, Event] = {}
+        """The event for which the stream of a device waits already."""
         self._flights: deque[Flight[T]] = deque()
         self._free: dict[Driver, list[Bytes]] = {}
         """Parts of buffers, each for one copy."""
@@ -119,8 +121,9 @@ class Link(Generic[T]):
         flight then.
         """
         stream = self._stream_of(device)
-        if ready is not None:
+        if ready is not None and self._ready.get(device) is not ready:
             stream.after(ready)
+            self._ready[device] = ready
         copy = partial(stream.copy_in, target=target)
         if not self._direct(what, device, copy, source):
             buffer = self._buffer(device.driver)

@@ -212,6 +212,13 @@ def pieces_of(index: StepIndex, targets: Mapping[str, Target], inlet: Inlet) -> 
             nbytes = whole.grid.cell_nbytes
             for ordinal, (cell, chunk) in enumerate(zip(cells(whole.grid), whole.chunks, strict=True)):
                 pieces.append(Piece(name, ordinal, nbytes, chunk, flat[cell.start : cell.start + cell.nbytes]))
+        elif whole is not None and isinstance(target, DeviceTarget):
+            grid = whole.grid
+            for ordinal, (cell, chunk) in enumerate(zip(cells(grid), whole.chunks, strict=True)):
+                box = grids.cell_box(grid, cell.index)
+                items = tuple(map(slice, box.shape))
+                overlap = inlet.overlap(name, grid.cell, items, target, box.slices(), cell.nbytes)
+                pieces.append(Piece(name, ordinal, grid.cell_nbytes, chunk, NOTHING, (overlap,)))
         elif target.size:
             key, box = box_of(name, target.shape)
             if key not in stored:
