@@ -116,6 +116,16 @@ def test_a_step_is_the_users_tree_by_either_door(store: SyncStore) -> None:
     assert same(loaded["optim"]["state"][0]["exp_avg"], torch.full((2, 2), 7.0))
 
 
+def test_integer_keys_come_back_where_a_pattern_has_them(store: SyncStore) -> None:
+    """DCP knows none."""
+    save(store, 1, {"state": {0: {"m": torch.ones(2)}, 1: {"m": torch.ones(3)}}})
+    pattern = {"state": {0: {"m": torch.zeros(2)}, 1: {"m": torch.zeros(3)}}}
+    for how, keys in (({"as_": "saved"}, ["0", "1"]), ({"like": pattern}, [0, 1]), ({"into": pattern}, [0, 1])):
+        restored = store.restore(**how)
+        assert restored is not None
+        assert list(restored.tree["state"]) == keys
+
+
 def test_tensors_are_filled_in_place_whatever_their_layout_and_dtype(store: SyncStore) -> None:
     values = torch.arange(12.0).reshape(3, 4)
     save(store, 1, {"plain": values, "turned": values, "half": values})
