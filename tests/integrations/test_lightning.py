@@ -447,6 +447,22 @@ def test_other_tensors_under_the_same_names_replace_no_step_that_another_path_na
     io._opened().store.close()
 
 
+def test_what_one_callback_keeps_is_not_replaced_and_what_a_foreign_one_monitors_ends_no_training(
+    tmp_path: Path, shared_memory: Path
+) -> None:
+    """Only ModelCheckpoints keep what differs between the saves of one step."""
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    for step, foreign in enumerate(([], {"path": "x"}, {str(tmp_path / "0.ckpt"): torch.ones(2)})):
+        for value in range(2):
+            callbacks = {"Mean": {"w": torch.full((3,), value)}, "Best": {"monitor": "loss", "best_k_models": foreign}}
+            checkpoint = {"global_step": step, "state_dict": {"w": torch.ones(3)}, "callbacks": callbacks}
+            io.save_checkpoint(checkpoint, tmp_path / f"{value}.ckpt")
+        for value in range(2):
+            loaded = io.load_checkpoint(tmp_path / f"{value}.ckpt")
+            assert torch.equal(loaded["callbacks"]["Mean"]["w"], torch.full((3,), value))
+    io._opened().store.close()
+
+
 def test_weights_saved_before_the_whole_stay_what_they_were(tmp_path: Path, shared_memory: Path) -> None:
     io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     for step, mean in ((1, torch.ones(3)), (2, torch.zeros(3))):

@@ -85,8 +85,14 @@ class _CudaStream:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Make this the current stream of the calling thread, and its device the current device."""
-        with torch.cuda.device(self._stream.device_index), self._stream:
-            yield
+        index = self._stream.device_index
+        with torch.cuda.device(index):
+            before = torch.cuda.current_stream(index)
+            torch.cuda.set_stream(self._stream)  # a third of the time of the context `torch.cuda.stream`
+            try:
+                yield
+            finally:
+                torch.cuda.set_stream(before)
 
     @contextmanager
     def _working(self) -> Iterator[None]:

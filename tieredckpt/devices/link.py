@@ -146,8 +146,10 @@ class Link(Generic[T]):
 
     def _direct(self, what: T, device: Device, copy: Callable[[list[Bytes]], None], memory: Bytes) -> bool:
         """Begin a copy to or from ``memory`` itself; False if the device does not reach it."""
+        if self._memory.within(device.driver, memory) is None:
+            return False  # without waiting for another thread, which may copy directly for long
         with self._memory.guards_mappings:
-            parts = self._memory.within(device.driver, memory)
+            parts = self._memory.within(device.driver, memory)  # it may have been given back in between
             if parts is not None:
                 self._begin(what, device, copy, parts, None)
             return parts is not None

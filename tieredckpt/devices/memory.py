@@ -118,7 +118,7 @@ class HostMemory:
         self._at_work: list[Stream] = []
         self._guards_members = threading.Lock()
         self.guards_mappings = threading.Lock()
-        """Held while a copy to or from a mapping is enqueued on a stream of `stream`: none is given back meanwhile."""
+        """Held while a copy to or from a mapping is enqueued, on a stream of `stream`: no mapping goes meanwhile."""
         self._told = False
         """Whether the lack of page-locked memory was logged."""
 

@@ -193,9 +193,12 @@ class NamedSteps:
     def _same(self, step: int, checkpoint: Mapping[str, Any]) -> bool:
         """Whether the tensors of a checkpoint are those of the step, which a callback may have replaced in it.
 
-        What callbacks keep is left out: the scores of each ModelCheckpoint change between the saves of a step.
+        The states of ModelCheckpoints are left out: their scores change between the saves of a step.
         """
-        compared = {name: part for name, part in checkpoint.items() if name != "callbacks"}
+        callbacks = checkpoint.get("callbacks")
+        compared = dict(checkpoint)
+        if isinstance(callbacks, Mapping):
+            compared["callbacks"] = {key: state for key, state in callbacks.items() if not _chooses(state)}
         try:
             found = self.store.restore(step, keys=list(compared), copy=False, resume=False)
         except TieredCkptError:
@@ -292,13 +295,22 @@ class NamedSteps:
         return self._identity or ""
 
 
-def _scores(callbacks: Any, paths: Collection[str]) -> dict[str, Any]:
+def _chooses(state: Any) -> bool:
+    """Whether a callback's state is that of a ModelCheckpoint, which chooses checkpoints."""
+    return isinstance(state, Mapping) and {"best_k_models", "monitor"} <= state.keys()
+
+
+def _scores(callbacks: Any, paths: Collection[str]) -> dict[str, float]:
     """What the callbacks that chose ``paths`` monitor; their ``current_score`` may be of an earlier step."""
     states = callbacks.values() if isinstance(callbacks, Mapping) else ()
-    chosen = [state for state in states if isinstance(state, Mapping) and {"best_k_models", "monitor"} <= state.keys()]
-    return {
-        state["monitor"]: score for state in chosen for path, score in state["best_k_models"].items() if path in paths
-    }
+    found: dict[str, float] = {}
+    for state in filter(_chooses, states):
+        name, chosen = state["monitor"], state["best_k_models"]
+        if isinstance(name, str) and isinstance(chosen, Mapping):
+            for score in (chosen[path] for path in paths if path in chosen):
+                with suppress(TypeError, ValueError, RuntimeError):  # of a state that another program defines
+                    found[name] = float(score)
+    return found
 
 
 def _equal(stored: Any, live: Any) -> bool:

@@ -37,12 +37,6 @@ class Immediate:
     def __init__(self, **_: Any) -> None:
         pass
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
     def wait_event(self, event: Any) -> None:
         pass
 
@@ -63,6 +57,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, Immediate)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    for name in ("current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: None)
     monkeypatch.setattr(cuda._CudaDriver, "register", lambda *_: None)
     monkeypatch.setattr(cuda._CudaDriver, "unregister", lambda *_: None)
     monkeypatch.setattr(cuda._CudaDriver, "pinned", lambda _, nbytes: np.empty(nbytes, np.uint8))
@@ -143,9 +139,9 @@ def test_new_memory_is_taken_on_the_stream_that_is_given(device: str, monkeypatc
     order = noted(monkeypatch)
     plain = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: (order.append("empty"), plain(*shape, **how))[1])
-    made = cuda._device(0).empty(torch.ones(3, 4, device=device), cuda._CudaStream("cuda:0", Noted(order)))
+    made = cuda._device(0).empty(torch.ones(3, 4, device=device), cuda._CudaStream("cuda:0", Immediate()))
     assert made.shape == (3, 4)
-    assert order == ["begin device 0", "begin stream", "empty", "end stream", "end device 0"]
+    assert order == ["begin device 0", "ours", "empty", "theirs", "end device 0"]
 
 
 def test_page_locked_memory_is_of_the_host_wherever_new_tensors_of_the_program_lie(
@@ -287,39 +283,33 @@ def test_the_capture_mode_of_a_thread_is_set_without_giving_the_gil_away(monkeyp
     assert cuda._exchange.__wrapped__() == "PyDLL"
 
 
-class Noted(Immediate):
-    """A stream that notes when it begins and ends to be the current one."""
-
-    def __init__(self, order: list[str]) -> None:
-        self.order = order
-
-    def __enter__(self) -> None:
-        self.order.append("begin stream")
-
-    def __exit__(self, *error: object) -> None:
-        self.order.append("end stream")
-
-
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which device begins and ends to be the current one, from now on."""
+    """Which device and which stream become the current ones, from now on; the stream of the thread is `theirs`."""
     order: list[str] = []
 
     @contextmanager
     def on(device: int) -> Iterator[None]:
         order.append(f"begin device {device}")
-        yield
-        order.append(f"end device {device}")
+        try:
+            yield
+        finally:
+            order.append(f"end device {device}")
 
-    monkeypatch.setattr(torch.cuda, "device", on)
+    for name, function in (
+        ("device", on),
+        ("current_stream", ["theirs"].__getitem__),  # of device 0
+        ("set_stream", lambda stream: order.append("theirs" if stream == "theirs" else "ours")),
+    ):
+        monkeypatch.setattr(torch.cuda, name, function)
     return order
 
 
 def test_a_thread_works_on_the_device_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the end of the block would set its own one, the first, which begins to hold memory of the process then."""
     order = noted(monkeypatch)
-    with cuda._CudaStream("cuda:0", Noted(order)).working():
-        pass
-    assert order == ["begin device 0", "begin stream", "end stream", "end device 0"]
+    with pytest.raises(ZeroDivisionError), cuda._CudaStream("cuda:0", Immediate()).working():
+        order.append(str(1 // 0))
+    assert order == ["begin device 0", "ours", "theirs", "end device 0"]
 
 
 def test_a_tensor_of_which_items_share_memory_is_not_restored_into(tiers: StoreConfig, device: str) -> None:

@@ -217,7 +217,7 @@ def pieces_of(index: StepIndex, targets: Mapping[str, Target], inlet: Inlet) -> 
             for ordinal, (cell, chunk) in enumerate(zip(cells(grid), whole.chunks, strict=True)):
                 box = grids.cell_box(grid, cell.index)
                 items = tuple(map(slice, box.shape))
-                overlap = inlet.overlap(name, grid.cell, items, target, box.slices(), cell.nbytes)
+                overlap = inlet.overlap(array_key(name), grid.cell, items, target, box.slices(), cell.nbytes)
                 pieces.append(Piece(name, ordinal, grid.cell_nbytes, chunk, NOTHING, (overlap,)))
         elif target.size:
             key, box = box_of(name, target.shape)

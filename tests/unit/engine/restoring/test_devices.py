@@ -16,7 +16,7 @@ from support.devices import EVERY_KIND, refuse_buffers, rig, values
 from support.insight import flip_chunk
 from support.scenes import CHUNK, config, folder, new_shared_folder, ram
 
-from tieredckpt import CheckpointStore, DeviceUnavailable, Invalid, Shard
+from tieredckpt import CheckpointStore, DeviceUnavailable, Invalid, Shard, Sharded
 from tieredckpt.config import StoreConfig
 from tieredckpt.devices.examine import page_locking
 from tieredckpt.testing.devices import FakeArray, FakeDriver
@@ -165,6 +165,19 @@ async def test_a_device_that_fails_fails_the_restore(tiers: StoreConfig) -> None
             restored = await store.restore(into={"w": device.array(saved["w"] * 0)}, resume=False)
             assert restored is not None
             assert_on_devices(restored.tree, saved)
+
+
+async def test_a_failure_in_a_block_of_an_array_names_the_array(tiers: StoreConfig) -> None:
+    whole, cut = np.arange(10 * CHUNK, dtype=np.uint8), 30_011
+    shards = Sharded([Shard(part, whole.shape, (at,)) for part, at in ((whole[:cut], 0), (whole[cut:], cut))])
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        async with CheckpointStore.open(tiers) as store:
+            await store.save(1, {"model": {"w": shards}})
+            part = Shard(device.array(whole[cut:] * 0), whole.shape, (cut,))
+            device.fail_after = 0
+            with pytest.raises(DeviceUnavailable, match=r"^array 'model/w' was not filled"):
+                await store.restore(like={"model": {"w": part}})
 
 
 async def test_leaves_that_share_memory_of_a_device_need_the_same_bytes(tiers: StoreConfig) -> None:
