@@ -88,7 +88,7 @@ class _CudaStream:
         index = self._stream.device_index
         with torch.cuda.device(index):
             before = torch.cuda.current_stream(index)
-            torch.cuda.set_stream(self._stream)  # a third of the time of the context `torch.cuda.stream`
+            torch.cuda.set_stream(self._stream)  # takes half the time of the context `torch.cuda.stream`
             try:
                 yield
             finally:
