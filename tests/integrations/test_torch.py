@@ -15,7 +15,7 @@ from support.scenes import config, folder, ram
 
 torch = pytest.importorskip("torch")
 
-from integrations.torch_program import buffers_of, model_of_ranks, store_in, trained, weights_of
+from integrations.torch_program import Augmented, buffers_of, model_of_ranks, store_in, trained, weights_of
 
 from tieredckpt import CheckpointStore, Invalid, NotFound, SyncStore, TierUnavailable
 from tieredckpt.integrations.torch import TrainingState
@@ -302,31 +302,17 @@ def test_a_failing_tier_ends_no_training(shared_memory: Path, tmp_path: Path, fa
 # -- what does not fit ------------------------------------------------------------------------------------
 
 
-class Augmented(torch.utils.data.Dataset):
-    """Draws in the process that loads an item, and tells its generator."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        return index + torch.rand(1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rng": torch.get_rng_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(state["rng"])
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata uses
 def test_a_worker_process_draws_after_a_restore_as_it_would_have_drawn(opened: SyncStore) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    loader = stateful(Augmented(), batch_size=2, num_workers=1)
+    # Spawned: a fork of this process, in which tests of JAX may have run, is one of many threads.
+    how = {"batch_size": 2, "num_workers": 1, "multiprocessing_context": "spawn"}
+    loader = stateful(Augmented(), **how)
     batches = iter(loader)
     next(batches)
     TrainingState(dataloader=loader).save(opened, 1)
     expected = list(batches)
-    again = stateful(Augmented(), batch_size=2, num_workers=1)
+    again = stateful(Augmented(), **how)
     torch.manual_seed(5)
     TrainingState(dataloader=again).restore(opened)
     assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))

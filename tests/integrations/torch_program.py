@@ -100,6 +100,22 @@ def trained(folder: Path, *, plain: bool, kill_at: int = 0) -> str:
     return digest(*model.state_dict().values(), *moments(optimizer)) + str(scheduler.get_last_lr())
 
 
+class Augmented(torch.utils.data.Dataset):
+    """Draws in the process that loads an item, and tells its generator."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return index + torch.rand(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["rng"])
+
+
 def model_of_ranks(seed: int, *, norm: bool = False) -> Any:
     """What ranks train together, whole; its buffer, and the statistics of a norm, become others in training."""
     torch.manual_seed(seed)
