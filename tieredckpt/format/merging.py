@@ -83,9 +83,10 @@ def _record(parts: Sequence[Part]) -> StepRecord:
         raise Conflict("no rank has a part of the step")
     first = parts[0].record
     ranks = [_rank(part) for part in parts]
-    if (missing := first.ranks - len(set(ranks))) > 0:
+    there = set(ranks)
+    if (missing := first.ranks - len(there)) > 0:
         # One by one: a damaged record may name more ranks than fit in memory.
-        absent = islice(filterfalse(set(ranks).__contains__, range(first.ranks)), 10)
+        absent = islice(filterfalse(there.__contains__, range(first.ranks)), 10)
         raise Conflict(f"{first.id} is not whole: {show_ranks(absent, missing)} of {first.ranks} did not contribute")
     metrics: dict[str, float | str] = {}
     for rank, part in zip(ranks, parts, strict=True):
@@ -99,7 +100,7 @@ def _record(parts: Sequence[Part]) -> StepRecord:
         if record.run != first.run:
             raise Conflict(f"{first.id}: ranks {ranks[0]} and {rank} have parts of it that different runs saved")
         metrics = {**record.metrics, **metrics}
-    if len(ranks) != len(set(ranks)):
+    if len(ranks) != len(there):
         raise Conflict(f"{first.id} has two parts of one rank")
     return msgspec.structs.replace(first, rank=None, metrics=metrics)
 

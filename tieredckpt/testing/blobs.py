@@ -41,6 +41,11 @@ NOT_KEYS = ["", "/", "a/", "/a", "a//b", ".", "..", "a/../b", "./a", "a b", "a\n
 NOT_PREFIXES = ["a", "/", "../", "a/../", "a//", "a b/"]
 
 
+async def _listing_at_once(store: BlobStore) -> ListAtOnce | None:
+    """The store, if it can list at once."""
+    return store if isinstance(store, ListAtOnce) and await store.list_at_once("") is not None else None
+
+
 class BlobStoreTests(GetDigestedTests):
     """The contract of `tieredckpt.blobs.base`. Subclasses give the fixtures ``store`` and ``back_door``."""
 
@@ -306,7 +311,7 @@ class BlobStoreTests(GetDigestedTests):
         assert await back_door.list() == set()
 
     async def test_a_prefix_that_is_no_folder_is_invalid(self, store: BlobStore) -> None:
-        at_once = store if isinstance(store, ListAtOnce) and await store.list_at_once("") is not None else None
+        at_once = await _listing_at_once(store)
         for prefix in NOT_PREFIXES:
             with pytest.raises(Invalid):
                 await listed(store, prefix)
@@ -322,7 +327,7 @@ class BlobStoreTests(GetDigestedTests):
 
     async def test_a_closed_store_says_so(self, store: BlobStore, back_door: BackDoor) -> None:
         await store.put("a", [b"x"])
-        at_once = store if isinstance(store, ListAtOnce) and await store.list_at_once("") is not None else None
+        at_once = await _listing_at_once(store)
         await store.close()
         await store.close()
         for call in verbs(store, "a"):

@@ -88,10 +88,9 @@ class Inlet:
             link = _of_thread.links[self] = Link(self._memory, self._memory.stream, aligned(self._largest))
         if link.is_full:
             self._land_one(link)
-        if self._memory.within(target.device.driver, source) is None and np.may_share_memory(
-            source, self._scratch.array
-        ):
-            self._memory.extend(self._scratch.array, self._scratch.reserved)  # it has grown
+        scratch = self._scratch.array
+        if np.may_share_memory(source, scratch) and self._memory.within(target.device.driver, source) is None:
+            self._memory.extend(scratch, self._scratch.reserved)  # it has grown
         with _naming(key):
             link.copy_in(key, target.device, source, array, target.ready)
 

@@ -20,7 +20,7 @@ from tieredckpt.format.digest import digest_each
 from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.grid import cells
 from tieredckpt.format.layout import array_key, parse_block_key
-from tieredckpt.format.manifest import Chunk, StepIndex
+from tieredckpt.format.manifest import ArrayIndex, Chunk, StepIndex
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.tree.device_target import DeviceTarget
 
@@ -207,18 +207,8 @@ def pieces_of(index: StepIndex, targets: Mapping[str, Target], inlet: Inlet) -> 
     for name, target in targets.items():
         array = index.arrays.get(name)
         whole = array if array is not None and array.grid.shape == target.shape and array.grid.contiguous else None
-        if whole is not None and isinstance(target, np.ndarray):
-            flat = _flat(target)
-            nbytes = whole.grid.cell_nbytes
-            for ordinal, (cell, chunk) in enumerate(zip(cells(whole.grid), whole.chunks, strict=True)):
-                pieces.append(Piece(name, ordinal, nbytes, chunk, flat[cell.start : cell.start + cell.nbytes]))
-        elif whole is not None and isinstance(target, DeviceTarget):
-            grid = whole.grid
-            for ordinal, (cell, chunk) in enumerate(zip(cells(grid), whole.chunks, strict=True)):
-                box = grids.cell_box(grid, cell.index)
-                items = tuple(map(slice, box.shape))
-                overlap = inlet.overlap(array_key(name), grid.cell, items, target, box.slices(), cell.nbytes)
-                pieces.append(Piece(name, ordinal, grid.cell_nbytes, chunk, NOTHING, (overlap,)))
+        if whole is not None and isinstance(target, np.ndarray | DeviceTarget):
+            pieces += _of_whole(name, whole, target, inlet)
         elif target.size:
             key, box = box_of(name, target.shape)
             if key not in stored:
@@ -226,6 +216,21 @@ def pieces_of(index: StepIndex, targets: Mapping[str, Target], inlet: Inlet) -> 
             overlapping += _overlapping(index, stored[key], box, target, inlet)
     # Boxes that are wanted of one array have no item in common, but may share chunks.
     return pieces + _each_once(overlapping)
+
+
+def _of_whole(name: str, array: ArrayIndex, target: npt.NDArray[Any] | DeviceTarget, inlet: Inlet) -> Iterator[Piece]:
+    """The chunks of an array of contiguous cells that ``target`` is all of, without a look for what overlaps."""
+    grid = array.grid
+    flat = NOTHING if isinstance(target, DeviceTarget) else _flat(target)
+    for ordinal, (cell, chunk) in enumerate(zip(cells(grid), array.chunks, strict=True)):
+        if isinstance(target, DeviceTarget):
+            box = grids.cell_box(grid, cell.index)
+            items = tuple(map(slice, box.shape))
+            overlap = inlet.overlap(array_key(name), grid.cell, items, target, box.slices(), cell.nbytes)
+            yield Piece(name, ordinal, grid.cell_nbytes, chunk, NOTHING, (overlap,))
+        else:
+            memory = flat[cell.start : cell.start + cell.nbytes]
+            yield Piece(name, ordinal, grid.cell_nbytes, chunk, memory)
 
 
 class _Stored:
