@@ -12,9 +12,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from tieredckpt.blobs.base import ALIGNMENT, BlobStore, GetDigested, PutStream, Stretch
+from tieredckpt.blobs.base import ALIGNMENT, BlobStore, GetDigested, ListAtOnce, PutStream, Stretch
 
-__all__ = ["BackDoor", "FolderBackDoor", "aligned", "assert_cancelled_reads_let_go", "listed", "pattern", "verbs"]
+__all__ = [
+    "BackDoor",
+    "FolderBackDoor",
+    "aligned",
+    "assert_cancelled_reads_let_go",
+    "listed",
+    "lister",
+    "pattern",
+    "verbs",
+]
 
 
 class BackDoor(Protocol):
@@ -103,6 +112,11 @@ def verbs(store: BlobStore, key: str) -> list[Callable[[], Awaitable[object]]]:
     if isinstance(store, PutStream):
         calls.append(lambda: store.put_stream(key, _one_piece()))
     return calls
+
+
+async def lister(store: BlobStore) -> ListAtOnce | None:
+    """The store, if it can list at once."""
+    return store if isinstance(store, ListAtOnce) and await store.list_at_once("") is not None else None
 
 
 async def _one_piece() -> AsyncIterator[bytes]:

@@ -29,7 +29,7 @@ import pytest
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer, ListAtOnce, Traits
 from tieredckpt.errors import Closed, Conflict, Corrupt, Invalid, NotFound, ShortRead, TieredCkptError, TierUnavailable
-from tieredckpt.testing.backdoor import BackDoor, aligned, assert_cancelled_reads_let_go, listed, pattern, verbs
+from tieredckpt.testing.backdoor import BackDoor, aligned, assert_cancelled_reads_let_go, listed, lister, pattern, verbs
 from tieredckpt.testing.digesting import GetDigestedTests
 
 __all__ = ["BlobStoreTests"]
@@ -39,11 +39,6 @@ ENOUGH = 64 * MIB
 
 NOT_KEYS = ["", "/", "a/", "/a", "a//b", ".", "..", "a/../b", "./a", "a b", "a\n", "ä", "a\\b", "a~", "a\0"]
 NOT_PREFIXES = ["a", "/", "../", "a/../", "a//", "a b/"]
-
-
-async def _listing_at_once(store: BlobStore) -> ListAtOnce | None:
-    """The store, if it can list at once."""
-    return store if isinstance(store, ListAtOnce) and await store.list_at_once("") is not None else None
 
 
 class BlobStoreTests(GetDigestedTests):
@@ -311,7 +306,7 @@ class BlobStoreTests(GetDigestedTests):
         assert await back_door.list() == set()
 
     async def test_a_prefix_that_is_no_folder_is_invalid(self, store: BlobStore) -> None:
-        at_once = await _listing_at_once(store)
+        at_once = await lister(store)
         for prefix in NOT_PREFIXES:
             with pytest.raises(Invalid):
                 await listed(store, prefix)
@@ -327,7 +322,7 @@ class BlobStoreTests(GetDigestedTests):
 
     async def test_a_closed_store_says_so(self, store: BlobStore, back_door: BackDoor) -> None:
         await store.put("a", [b"x"])
-        at_once = await _listing_at_once(store)
+        at_once = await lister(store)
         await store.close()
         await store.close()
         for call in verbs(store, "a"):

@@ -136,10 +136,11 @@ def full_gather(full: Any) -> Any:
 
 
 def test_new_memory_is_taken_on_the_stream_that_is_given(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    like = torch.ones(3, 4, device=device)
     order = noted(monkeypatch)
     plain = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: (order.append("empty"), plain(*shape, **how))[1])
-    made = cuda._device(0).empty(torch.ones(3, 4, device=device), cuda._CudaStream("cuda:0", Immediate()))
+    made = cuda._device(0).empty(like, cuda._CudaStream("cuda:0", Immediate()))
     assert made.shape == (3, 4)
     assert order == ["begin device 0", "ours", "empty", "theirs", "end device 0"]
 
