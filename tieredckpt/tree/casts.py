@@ -18,6 +18,8 @@ from tieredckpt.tree.device_target import DeviceTarget, Filled
 
 __all__ = ["as_array", "cast", "castable", "fits_array", "fits_scalar"]
 
+_OF_ML_DTYPES = 2
+"""`numpy.dtype.isbuiltin` of a dtype that is not NumPy's own."""
 _SATURATING = {np.dtype(ml_dtypes.float4_e2m1fn): 7.0}
 """Dtypes that ml_dtypes saturates: the magnitude from which on a value becomes the largest one."""
 _KINDS = {"bool": BoolNode, "int": IntNode, "float": FloatNode, "complex": ComplexNode}
@@ -37,8 +39,11 @@ def cast(key: str, array: Filled, dtype: np.dtype[Any]) -> Filled:
     if array.dtype == dtype:
         return array
     assert not isinstance(array, DeviceTarget), "arrays are cast on the host"
+    stored = array.dtype
     if not castable(array.dtype, dtype):
         raise Invalid(f"leaf {key!r}: {array.dtype} cannot be cast to {dtype}")
+    if array.dtype.isbuiltin == dtype.isbuiltin == _OF_ML_DTYPES:  # between these, each cast counts as safe, or is none
+        array = array.astype(np.int8 if _kind(dtype) == "int" else np.float32)
     made = _nearest(array, dtype)
     if np.can_cast(array.dtype, dtype, "safe") or not array.size:
         return made
@@ -47,7 +52,7 @@ def cast(key: str, array: Filled, dtype: np.dtype[Any]) -> Filled:
     else:
         fits = _same_class(array, made)
     if not fits:
-        raise Invalid(f"leaf {key!r}: a value of {array.dtype} is out of the range of {dtype}; restore it as it was")
+        raise Invalid(f"leaf {key!r}: a value of {stored} is out of the range of {dtype}; restore it as it was")
     return made
 
 
@@ -95,7 +100,7 @@ def _kind(dtype: np.dtype[Any]) -> str:
 def _nearest(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """``array`` in ``dtype``, each float rounded once, to the nearest, ties to even."""
     with np.errstate(all="ignore"):
-        if array.dtype.kind != "f" or array.dtype.itemsize < 8 or dtype.kind == "f":
+        if array.dtype.kind != "f" or array.dtype.itemsize < 8 or dtype.isbuiltin != _OF_ML_DTYPES:
             return array.astype(dtype)
         # ml_dtypes would round a double to a float first, and that once more.
         return rounded_to_odd(array.astype(np.float64, copy=False)).astype(dtype)

@@ -14,10 +14,15 @@ from support.frameworks import require
 
 from tieredckpt.errors import Invalid
 from tieredckpt.tree import Shard, flatten, host_view, match, select
+from tieredckpt.tree.casts import cast
 from tieredckpt.tree.match import AS_SAVED
 
-FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"]
+FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 INTEGERS = ["int64", "uint32", "int16", "uint8", "int4"]
+SMALL_FLOATS = [
+    *("float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn"),
+]
 
 
 def restore(saved: object, like: object, **settings: Any) -> Any:
@@ -87,6 +92,7 @@ def test_a_float_becomes_the_nearest_one_and_a_tie_the_even_one(name: str, data:
         (np.array([1, 1e6], np.float32), np.zeros(2, np.float16)),
         (np.array([1, 500], np.float32), np.zeros(2, dtype("float8_e4m3fn"))),
         (np.array([1, np.inf], np.float32), np.zeros(2, dtype("float8_e4m3fn"))),
+        (np.array([1, 300], dtype("float8_e4m3fn")), np.zeros(2, dtype("float8_e4m3fnuz"))),
         (np.array([1, 7], np.float32), np.zeros(2, dtype("float4_e2m1fn"))),
         (np.array([1, np.nan]), np.zeros(2, dtype("float4_e2m1fn"))),
         (np.array([1, 1e300 + 1j]), np.zeros(2, np.complex64)),
@@ -96,11 +102,28 @@ def test_a_float_becomes_the_nearest_one_and_a_tie_the_even_one(name: str, data:
         (np.array([1, -1], np.int8), np.zeros(2, np.uint8)),
         (np.array([1, 2**33], np.int64), np.zeros(2, np.int32)),
         (np.array([1, 8], np.int64), np.zeros(2, dtype("int4"))),
+        (np.array([1, 7], dtype("int4")), np.zeros(2, dtype("int2"))),
     ],
 )
 def test_a_value_out_of_range_is_refused_and_never_becomes_another(saved: Any, like: Any) -> None:
     with pytest.raises(Invalid, match=rf"'params/w'.*of {saved.dtype} is out of the range of {like.dtype}"):
         restore({"params": {"w": saved}}, {"params": {"w": like}}, casts=True)
+
+
+@pytest.mark.parametrize("name", SMALL_FLOATS)
+def test_small_floats_are_cast_as_their_values_are_and_no_value_becomes_infinite_or_nan(name: str) -> None:
+    patterns = np.arange(16 if name == "float4_e2m1fn" else 256).astype(np.uint8)
+    saved = patterns.view(dtype(name))
+    for other in SMALL_FLOATS:
+        for item in np.split(saved, len(saved)):
+            assert cast_or_none(item, other) == cast_or_none(item.astype(np.float32), other) or name == other, item
+
+
+def cast_or_none(item: np.ndarray[Any, Any], name: str) -> bytes | None:
+    try:
+        return np.asarray(cast("w", item, dtype(name))).tobytes()
+    except Invalid:
+        return None
 
 
 @pytest.mark.parametrize(
