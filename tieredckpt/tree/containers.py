@@ -8,6 +8,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import optree
@@ -35,6 +36,10 @@ __all__ = ["NAMESPACE", "Opened", "dict_with", "make_container", "node_name", "o
 
 NAMESPACE = "tieredckpt"
 """The namespace of optree in which programs register containers of their own for checkpoints."""
+
+
+_MORE_THAN_FIELDS = (type, Enum, dict, list, tuple, set, frozenset, str, bytes, int, float, complex)
+"""A dataclass of these has content besides its fields, or, as a member of an enum, is no copy but the member itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +167,8 @@ def _open_registered(path: str, value: Any) -> Opened | None:
         opened = jax_leaves.one_level(value)
         if opened is not None:
             return Opened(CustomNode, [_checked_name(path, name) for name in opened.names], *opened[1:])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _open_dataclass(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, _MORE_THAN_FIELDS):
+        return None if _is_module(value) else _open_dataclass(value)
     return None
 
 
@@ -190,6 +195,11 @@ def _namespace_maker(value: Any) -> Callable[[Sequence[Any]], object]:
         return fresh
 
     return make
+
+
+def _is_module(value: Any) -> bool:
+    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
+    return module is not None and isinstance(value, module)
 
 
 def _open_dataclass(value: Any) -> Opened:

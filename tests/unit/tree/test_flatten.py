@@ -171,6 +171,13 @@ def test_an_unknown_object_is_refused_by_key_and_type(value: object, type_name: 
         flatten({"a": [value]})
 
 
+@pytest.mark.parametrize("base", [dict, list, set, str])
+def test_a_dataclass_with_content_besides_its_fields_is_refused(base: type) -> None:
+    both = dataclasses.dataclass(eq=False)(type("Both", (base,), {"__annotations__": {"x": int}, "x": 1}))
+    with pytest.raises(Invalid, match=r"leaf 'a': a .*Both cannot be stored"):
+        flatten({"a": both()})
+
+
 def test_what_has_a_state_of_its_own_is_refused_with_the_way_to_it() -> None:
     """As a module or an optimizer of torch."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import types
 from collections import Counter, deque
 from datetime import datetime
+from enum import Enum
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -289,6 +291,22 @@ def test_a_part_of_a_typed_container_is_one_or_a_dict() -> None:
     part = unflatten(select(structure, ["q/1", "n/b", "d/=1", "d/=null"]), arrays)
     assert part == {"q": {1: 2}, "n": argparse.Namespace(b=2), "d": {1: 1, None: 3}}
     assert unflatten(select(structure, ["q"]), arrays) == {"q": tree["q"]}
+
+
+@dataclasses.dataclass
+class Spec:
+    size: int
+
+
+class Planet(Spec, Enum):
+    EARTH = 1
+    MARS = 2
+
+
+def test_a_member_of_an_enum_of_dataclasses_is_refused_and_not_overwritten() -> None:
+    with pytest.raises(Invalid, match=r"'p'.*Spec"):
+        by({"p": Planet.MARS}, {"p": Planet.EARTH})
+    assert [member.size for member in Planet] == [1, 2]
 
 
 def test_a_namespace_with_a_name_that_every_object_has_is_no_more_than_that() -> None:

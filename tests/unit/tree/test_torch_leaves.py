@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,19 @@ def test_what_is_written_to_a_writable_view_is_in_the_tensor(dtype: str) -> None
 def test_what_cannot_be_restored_into_is_refused_by_key(make: Any, why: str) -> None:
     with pytest.raises(Invalid, match=rf"'a/b'.*{why}"):
         writable_view("a/b", make())
+
+
+def test_a_module_that_is_a_dataclass_is_refused_as_its_parameters_are_no_fields() -> None:
+    @dataclasses.dataclass(eq=False)
+    class Net(torch.nn.Module):
+        width: int
+
+        def __post_init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(self.width, 1)
+
+    with pytest.raises(Invalid, match=r"leaf 'net': a .*Net cannot be stored; give its state_dict\(\)"):
+        flatten({"net": Net(2)})
 
 
 class Wrapped(torch.Tensor):
