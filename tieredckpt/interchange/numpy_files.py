@@ -82,8 +82,13 @@ def _stream_archive(step: StepContent, files: Files) -> dict[str, bytes]:
 
 def _write_header(file: IO[bytes], info: ArrayInfo, dtype: np.dtype[Any]) -> None:
     """Write the header of ``.npy``, https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html."""
-    described = np.lib.format.header_data_from_array_1_0(np.empty(0, dtype)) | {"shape": info.shape}
+    described = np.lib.format.header_data_from_array_1_0(np.empty(0, _named(dtype))) | {"shape": info.shape}
     np.lib.format.write_array_header_1_0(file, described)
+
+
+def _named(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that a header names: bytes for one of ml_dtypes, whose own name NumPy may refuse to read."""
+    return np.dtype(f"V{dtype.itemsize}") if dtype.isbuiltin == 2 else dtype
 
 
 def _read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -100,7 +105,7 @@ def _write_folder(step: StepContent, to: Path) -> dict[str, bytes]:
     for info, array in step.read():
         name = file_name(step.name(info))
         with (to / name).open("xb") as file:
-            np.lib.format.write_array(file, array, allow_pickle=False)
+            np.lib.format.write_array(file, array.view(_named(array.dtype)), allow_pickle=False)
         index.append({"file": name, "key": step.name(info), "dtype": info.dtype, "shape": info.shape})
         written[name] = content(array)
     (to / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -53,6 +53,7 @@ def test_a_summary_tells_dtype_shape_and_values(trained: Path) -> None:
         np.array([1, 2, 3], ml_dtypes.bfloat16),
         np.array([1, -2], ml_dtypes.int4),
         np.array([0.5, 2], ml_dtypes.float8_e4m3fn),
+        np.array([0.5, 2], ml_dtypes.float8_e5m2),
         np.array([2**64 - 1], np.uint64),
     ],
     ids=str,
@@ -62,8 +63,9 @@ def test_every_dtype_can_be_looked_at_and_extracted(config: Path, tmp_path: Path
     assert run("restore", config).exit_code == 0
     assert told("restore", config)["arrays"][0]["shape"] == list(array.shape)
     told("restore", config, "--to", tmp_path / "out")
-    found = np.load(tmp_path / "out" / "a.npy")
-    assert (found.shape, found.tobytes()) == (array.shape, array.tobytes())
+    told("restore", config, "--to", tmp_path / "out.npz")
+    for found in (np.load(tmp_path / "out" / "a.npy"), np.load(tmp_path / "out.npz")["a"]):
+        assert (found.shape, found.tobytes()) == (array.shape, array.tobytes())
 
 
 @pytest.mark.parametrize("part", [1, 1 << 30], ids=["one at a time", "together"])
