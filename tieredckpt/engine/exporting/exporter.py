@@ -150,12 +150,18 @@ class Exporter:
         return export.health.error is None or export.health.retry_at <= time.monotonic()
 
     async def _look(self, export: _Export) -> None:
-        """Find out what is exported, before anything else."""
+        """Find out what is exported, before anything else, and delete what was left unfinished."""
         if export.there is not None or not self._may_try(export) or self._state.identity.marker is None:
             return
         try:
             mine = self._state.identity.marker.store
-            export.there = {step: each for step, each in (await export.place.exported()).items() if each.store == mine}
+            found = {step: each for step, each in (await export.place.exported()).items() if each.store == mine}
+            leaving, steps = due.leaving(self._state, export.config, found), self._state.records()
+            for record in found.values():
+                # Readers may find one that lacks its record alone: it stays if it can neither be made again nor go.
+                if not record.complete and (record in leaving or StepId(record.serial, record.step) in steps):
+                    await export.place.delete(record)
+            export.there = {step: each for step, each in found.items() if each.complete}
         except TieredCkptError as error:
             self._failed(export, None, error)
         except Exception as error:

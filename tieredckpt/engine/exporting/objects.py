@@ -209,7 +209,7 @@ class Objects:
                 steps.add(step)
         for step in sorted(steps):
             record = await self._record(step)
-            if record is not None and record.complete:
+            if record is not None:
                 found[step] = record
         return found
 

@@ -76,7 +76,10 @@ class Place(Protocol):
     """Where the exports of one table ``[exports.NAME]`` are. Lives on the engine's loop; raises `TieredCkptError`."""
 
     async def exported(self) -> Mapping[int, Record]:
-        """The complete exports there, by step, of any store; a folder also loses what this store left unfinished."""
+        """The exports there, by step, of any store, in an object store also those that are not complete.
+
+        A folder loses what this store left unfinished.
+        """
 
     def writing(self, record: Record, before: Record | None, blocks: Blocks) -> AbstractAsyncContextManager[Writing]:
         """Write an export in the block, in place of ``before`` if that is given; nothing is left if the block raises.

@@ -197,6 +197,54 @@ def test_the_index_of_an_export_that_was_not_completed_goes_first(
     assert deleted[0].rpartition("/")[2] == "model.safetensors.index.json"
 
 
+def test_an_export_that_was_not_completed_is_deleted_also_if_it_is_not_due_any_more(
+    open_store: Open, s3_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no index, and what its files take is paid for."""
+    put = Objects.put
+
+    async def interrupted(self: Objects, record: Any) -> None:
+        if record.complete:
+            raise TierUnavailable("the process was killed here")
+        await put(self, record)
+
+    store = open_store()
+    with monkeypatch.context() as killed:
+        killed.setattr(Objects, "put", interrupted)
+        store.save(1, tree(1))
+        with pytest.raises(TierUnavailable):
+            store.flush()
+        store.close()
+    assert "step-1/tieredckpt.json" in s3_place.bucket.sizes()
+    store = open_store(when={"kind": "every_n_steps", "n": 2})
+    store.save(2, tree(2))
+    store.flush()
+    assert {key.partition("/")[0] for key in s3_place.bucket.sizes()} == {"step-2"}
+
+
+def test_a_deletion_that_was_interrupted_is_ended_also_if_the_step_has_left(
+    open_store: Open, s3_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = ObjectStore.delete
+
+    async def interrupted(self: ObjectStore, key: str) -> None:
+        if key.startswith("step-1/") and key.endswith("tensors"):
+            raise TierUnavailable("the process was killed here")
+        await delete(self, key)
+
+    store = open_store(keep=1)
+    with monkeypatch.context() as killed:
+        killed.setattr(ObjectStore, "delete", interrupted)
+        for step in (1, 2):
+            store.save(step, tree(step))
+            store.flush()
+        store.delete(1)
+        store.close()
+    assert "step-1/model.safetensors" in s3_place.bucket.sizes()
+    open_store(keep=1).flush()
+    assert {key.partition("/")[0] for key in s3_place.bucket.sizes()} == {"step-2"}
+
+
 def test_exports_that_are_not_kept_are_deleted(open_store: Open, s3_place: Place, tmp_path: Path) -> None:
     """A step that was saved again takes the place of what was there, though that had more files."""
     store = open_store(keep=1, shard_size="1 MiB")
