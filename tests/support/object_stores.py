@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,8 @@ def real_server() -> Iterator[str]:
     assert REAL is not None
     need_modules("obstore", "boto3")
     client = _client(REAL)
-    client.create_bucket(Bucket=BUCKET)
+    with suppress(client.exceptions.BucketAlreadyOwnedByYou):  # of an earlier run
+        client.create_bucket(Bucket=BUCKET)
     yield REAL
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix="runs/"):
         for found in page.get("Contents", ()):
