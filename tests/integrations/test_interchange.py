@@ -205,6 +205,7 @@ def test_a_file_is_exported_where_files_have_one_name_alone(
         (("export", "STORE", "--to", "npz:w", "--part", "lost"), "NotFound"),
         (("export", "STORE", "--to", "npy:s3://bucket/w"), "s3"),
         (("import", "pickle:x", "STORE"), "names no format"),
+        (("import", "safetensors:s3://bucket/model", "STORE"), "import reads local files: copy it to a folder"),
         (("import", "npz:x", "STORE"), "npz is not a format to import; take dcp, orbax, safetensors, torch"),
         (("import", "torch:llama-8.pt", "STORE"), "does not end in the number of a step; give --step"),
         (("import", "safetensors:lost", "STORE", "--step", "2"), "lost is not there"),

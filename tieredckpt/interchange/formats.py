@@ -42,6 +42,8 @@ def find(text: str, use: Literal["read", "write"]) -> tuple[str, Format, Path]:
         )
     if not path:
         raise Invalid(f"{text!r} has no path; write {scheme}:PATH")
+    if use == "read" and url_scheme(path) not in (None, "file"):  # the rest of it may hold a password
+        raise Invalid(f"'{url_scheme(path)}://…' is a URL, and import reads local files: copy it to a folder")
     refuse_url(path)
     found = format_named(scheme)
     if not _has(found, use):
