@@ -55,6 +55,7 @@ def _path(value: object, info: ValidationInfo) -> Path:
 
 def absolute(folder: Path, path: Path) -> Path:
     """A path, which starts at ``folder`` if it is relative; raises `Invalid` where file names cannot be so here."""
+    refuse_url(str(path))
     try:
         found = Path(folder, path).absolute()
     except FileNotFoundError as error:
@@ -94,9 +95,10 @@ def substitute(text: str) -> str:
 
 def refuse_url(text: str) -> None:
     """Raise `Invalid` for text that begins with a URL scheme: as a path it would name a local folder ``s3:``."""
-    scheme = url_scheme(text)
-    if scheme is None:
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", text)  # one slash is left of two in `Path("s3://bucket")`
+    if found is None:
         return
+    scheme = found[1]
     what = f"'{scheme}://…' is a URL, not a path"  # the rest of it may hold a password
     if scheme.lower() == "file":
         raise Invalid(f"{what}; write the path alone, without 'file://'")

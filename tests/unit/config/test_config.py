@@ -442,6 +442,13 @@ def test_a_url_is_no_folder_and_is_told_what_to_use(url: str, tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt.toml"]
 
 
+@pytest.mark.parametrize("url", [Path("s3://bucket/run"), "s3:/bucket/run"])
+def test_a_url_that_lost_a_slash_is_no_folder(url: str | Path) -> None:
+    for source in (url, {"tiers": {"disk": {"kind": "posix", "path": url}}}):
+        with pytest.raises(Invalid, match="'s3://…' is a URL, not a path"):
+            load(source)
+
+
 @pytest.mark.parametrize("url", ["http://user:secret@host/x", "abfss://a@b/c", "s4://bucket/run"])
 def test_a_url_of_no_kind_is_refused_with_those_that_are_known(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHERE", url)
