@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tieredckpt.errors import Invalid
 
-__all__ = ["as_number", "checked_metrics", "checked_patterns", "checked_step"]
+__all__ = ["as_number", "checked_listener", "checked_metrics", "checked_patterns", "checked_step"]
+
+
+def checked_listener(listener: Any) -> Any:
+    """``listener`` as it is. Raises `Invalid` where a call of it would handle no event."""
+    if not callable(listener) or inspect.iscoroutinefunction(listener):
+        raise Invalid(f"a listener is a function that takes an event, and no coroutine function; not {listener!r}")
+    return listener
 
 
 def checked_step(step: Any) -> int:

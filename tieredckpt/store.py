@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tieredckpt._arguments import checked_patterns, checked_step
+from tieredckpt._arguments import checked_listener, checked_patterns, checked_step
 from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.devices.current import Current, current
 
@@ -327,7 +327,7 @@ class CheckpointStore:
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``listener`` with every event (`tieredckpt.events`); the returned function ends that."""
-        return self._life.events.subscribe(listener)
+        return self._life.events.subscribe(checked_listener(listener))
 
     # -- by hand ------------------------------------------------------------------------------------------
 

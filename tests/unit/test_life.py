@@ -24,7 +24,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt import _callbacks as callbacks
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.engine import Engine
-from tieredckpt.errors import Closed, Conflict
+from tieredckpt.errors import Closed, Conflict, Invalid
 from tieredckpt.events import Event, StepPromoted, StepSaved
 from tieredckpt.policy import base
 from tieredckpt.policy.base import Eviction, Observed, Promotion, Retention, Schedule, StepView, StoreView, TierView
@@ -299,6 +299,16 @@ def test_a_listener_that_calls_the_store_is_refused_at_once_and_told_why(
     assert heard
     assert "a listener failed on StepSaved" in caplog.text
     assert "hand the event to another thread" in caplog.text
+
+
+async def _never_awaited(event: Event) -> None: ...
+
+
+@pytest.mark.parametrize("listener", [3, _never_awaited])
+async def test_a_listener_that_nobody_could_call_is_refused(tiers: StoreConfig, listener: Any) -> None:
+    async with CheckpointStore.open(tiers) as store:
+        with pytest.raises(Invalid, match="a listener is a function"):
+            store.subscribe(listener)
 
 
 @pytest.mark.parametrize("error", NOT_ERRORS, ids=lambda error: type(error).__name__)
