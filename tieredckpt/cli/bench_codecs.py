@@ -60,7 +60,8 @@ def bench_codecs(
     rate = None if bandwidth is None else amounts.rate("--bandwidth", bandwidth)
     if rate is not None and folder is None:
         raise Invalid("--bandwidth is that of the device of --folder: give both")
-    rule = None if max_error is None else LossyRule.model_validate({"keys": ["**"], "max_error": max_error})
+    settings: dict[str, Any] = {"keys": ["**"], "max_error": max_error}
+    rule = None if max_error is None else LossyRule(**settings)  # raises `Invalid`, which `model_validate` does not
     bound = None if rule is None or rule.max_error is None else Bound(rule.max_error)
     with reading(store) as opened:
         details = opened.describe(step, keys=keys or None)

@@ -122,3 +122,8 @@ async def test_a_part_of_each_array_is_promoted_where_less_is_asked_for(tmp_path
 
 def test_a_bandwidth_of_no_device_is_refused(tmp_path: Path) -> None:
     assert "--folder" in str(run("bench", "codecs", tmp_path, "--bandwidth", "1GB/s").output)
+
+
+def test_a_largest_error_that_is_no_share_is_refused(tmp_path: Path) -> None:
+    refused = run("bench", "codecs", tmp_path, "--max-error", "foo")
+    assert (refused.exit_code, "max_error: should be a share" in refused.output) == (1, True)

@@ -55,7 +55,8 @@ def spec_of(index: StepIndex, key: str, kvstore: Mapping[str, Any]) -> dict[str,
     """
     blocks = index.blocks(key)
     if not blocks:
-        raise NotFound(f"{index.record.id} has no array {key!r}; `tieredckpt show {index.record.step}` lists them")
+        shown = f"`tieredckpt show STORE {index.record.step}`"
+        raise NotFound(f"{index.record.id} has no array {key!r}; {shown} lists them")
     if blocks[0][1] == key:
         return _zarr(key, kvstore)
     layers = [{**_zarr(name, kvstore), "transform": _moved(box)} for box, name in blocks if box.size]
