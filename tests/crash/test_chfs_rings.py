@@ -233,14 +233,24 @@ async def test_a_restore_turns_to_the_next_tier_when_a_server_is_killed(
         assert_restored(restored, tree(1))
 
 
-async def test_a_server_that_is_silent_is_named_by_its_address(shared_memory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("silent", "told"),
+    [
+        ("1", r"server 2 of 3 at .*servers/1 does not answer"),
+        ("0 1 2", r"could not connect to directory:.*; see that all servers run"),
+    ],
+    ids=["one", "the one that clients ask for the others"],
+)
+async def test_a_server_that_is_silent_is_named_by_its_address(
+    shared_memory: Path, tmp_path: Path, silent: str, told: str
+) -> None:
     if why := missing():
         pytest.skip(why)
     ring = LookalikeServers(tmp_path / "chfs")
     async with CheckpointStore.open(tiers(ring.defaults, shared_memory, tmp_path)) as store:
         await (await store.save(1, tree(1))).reached("pmem")
-        ring.switch(hang=1)
-        with pytest.raises(TieredCkptError, match=r"server 2 of 3 at .*servers/1 does not answer") as refused:
+        ring.switch(hang=silent)
+        with pytest.raises(TieredCkptError, match=told) as refused:
             await (await store.save(2, tree(2))).reached("pmem")
         assert "deadline" not in str(refused.value)
         ring.switch()

@@ -30,6 +30,9 @@ __all__ = ["Link"]
 _END = 2.0
 """Seconds that a worker without work may take to end by itself."""
 
+_NO_SERVER = 2
+"""The exit status with which libchfs ends a process that it cannot connect."""
+
 _ERRORS: dict[str, type[TieredCkptError]] = {
     "exists": Conflict,
     "full": NoSpace,
@@ -83,7 +86,10 @@ class Link:
         self.process = Process(theirs, threads, self._ended)
 
     async def connect(self, command: frames.Connect, within: float) -> None:
-        """Connect to CHFS within so many seconds, or end the worker. Raises `TierUnavailable`, `Invalid`."""
+        """Connect to CHFS within so many seconds, or end the worker. Raises `TierUnavailable`, `Invalid`.
+
+        `Unanswered` if libchfs ends the worker, as it does if the server that it asks for the others is silent.
+        """
         try:
             async with asyncio.timeout(within):
                 self.version, self.library, self.servers, self.addresses = await self.ask(command)
@@ -93,7 +99,13 @@ class Link:
                 f"{self._where}: the CHFS worker had not connected after {within:g} s, and was ended; see that all "
                 f"servers answer, or raise `rpc_timeout`"
             ) from None
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TierUnavailable) and self.process.exit_status == _NO_SERVER:
+                server = command.server or os.environ.get("CHFS_SERVER", "")
+                raise Unanswered(
+                    f"{self._where}: CHFS: libchfs could not connect to {server}; see that all servers run; the worker "
+                    f"{self.process.what_happened()}"
+                ) from None
             await self.end("connecting failed")
             raise
 

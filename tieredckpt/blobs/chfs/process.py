@@ -53,6 +53,11 @@ class Process:
         """The process id; None while it has not been started."""
         return None if self._popen is None else self._popen.pid
 
+    @property
+    def exit_status(self) -> int | None:
+        """With which it ended by itself; None while it runs, and if it was killed."""
+        return None if self._popen is None or self._killed_for else self._popen.returncode
+
     def kill(self, reason: str) -> None:
         """End the process; ``ended`` is called when it is gone."""
         with self._guards_start:

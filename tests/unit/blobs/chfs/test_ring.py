@@ -79,6 +79,15 @@ async def test_a_server_that_does_not_answer_is_not_asked_again_at_once(chfs: An
             await Retrying(filled).stat("not/there")
 
 
+async def test_a_silent_server_that_a_new_client_asks_for_the_others_is_named(
+    chfs: Any, stores: Callable[..., ChfsStore]
+) -> None:
+    await stores().connect()
+    chfs.switch("hang = 0 1 2")
+    with pytest.raises(Unanswered, match=rf"could not connect to directory:{chfs.directory}; see that all servers run"):
+        await Retrying(stores()).stat("not/there")
+
+
 async def test_a_ring_that_has_changed_is_looked_at_again_at_once(chfs: Any, stores: Callable[..., ChfsStore]) -> None:
     chfs.switch("late = 1 2")
     store = stores()
