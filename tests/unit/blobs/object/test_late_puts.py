@@ -15,7 +15,7 @@ from support.scenes import SOON, assert_restored, assert_same, tree
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.promoting.copy_step import copy_step
-from tieredckpt.errors import Conflict, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, TierUnavailable
 
 MANIFEST = "manifest.ocdbt"
 
@@ -175,6 +175,23 @@ async def test_a_failed_commit_deletes_none_of_another_writer(
     with pytest.raises(Conflict, match="another writer has committed step 1"):
         await store.promote(1, "s3")
     assert s3_place.bucket.read(key) == b"of another writer"
+
+
+async def test_a_commit_of_a_damaged_step_that_fails_is_not_said_to_meet_another_writer(
+    store: CheckpointStore, between: Proxy
+) -> None:
+    """The commit that is there is the one that was found damaged."""
+    await store.save(1, tree(1))
+    await store.promote(1, "s3")
+    tier = tier_of(store, "s3")
+
+    async def misread() -> None:
+        tier.quarantine(store._life.engine.state.find(1), Corrupt("misread"))
+
+    await store._life.loop.call(misread())
+    between.fail("PUT", lambda request: request.refuse(500, "InternalError"), key=MANIFEST)
+    with pytest.raises(TierUnavailable):
+        await store.promote(1, "s3")
 
 
 async def test_a_commit_whose_answer_is_lost_counts(store: CheckpointStore, between: Proxy) -> None:
