@@ -204,16 +204,19 @@ async def test_a_commit_whose_answer_is_lost_counts(store: CheckpointStore, betw
 
 
 async def test_after_a_restart_a_late_commit_of_the_same_save_is_replaced(
-    settings: StoreConfig, between: Proxy
+    settings: StoreConfig, between: Proxy, s3_place: Place
 ) -> None:
     async with CheckpointStore.open(settings) as store:
         await store.save(1, tree(1))
         postponed = await given_up(store, between, 1)
     async with CheckpointStore.open(settings) as store:
         postponed.let_on()
+        (key,) = (key for key in s3_place.bucket.sizes() if key.endswith(MANIFEST))
+        late = s3_place.bucket.read(key)
         await store.promote(1, "s3")
         assert await store.where(1) == ("ram", "s3")
         assert all(found.intact for found in await store.verify(1))
+        assert s3_place.bucket.read(key) != late, "the commit names an index that nothing keeps"
 
 
 async def test_a_first_commit_replaces_nothing_and_its_index_has_a_name_of_its_own(
