@@ -100,6 +100,21 @@ async def test_a_read_that_is_cancelled_while_its_bytes_are_placed_ends_when_the
     assert ended == [True]
 
 
+@pytest.mark.parametrize("size", [9 * MIB, 35 * MIB])  # at once, and in pieces
+async def test_reads_under_way_end_as_they_would_have_when_the_store_is_closed(store: BlobStore, size: int) -> None:
+    data = pattern(size)
+    await store.put("a", [data])
+    into = bytearray(size)
+    under_way = [
+        asyncio.ensure_future(read)
+        for read in (store.get("a", limit=size), store.get_into("a", 0, memoryview(into)), digested(store, into))
+    ]
+    await asyncio.sleep(0)
+    await store.close()
+    whole, _, _ = await asyncio.gather(*under_way)
+    assert whole == into == data
+
+
 async def digested(store: Any, into: bytearray) -> Any:
     return await store.get_digested("a", [Stretch(0, len(into), memoryview(into))])
 
