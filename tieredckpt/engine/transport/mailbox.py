@@ -160,13 +160,13 @@ class Mailbox:
             if self.rank != COORDINATOR:
                 raise RanksUnavailable(
                     f"rank {self.rank} of {self.size} was not told to go by rank {COORDINATOR} within {timeout:.1f} s"
-                    f"{trouble}; do all ranks open the store, and was every one started?",
+                    f"{trouble}; was every rank started, and do all open the store with its tiers at the same paths?",
                     [COORDINATOR],
                 ) from self._inbox.trouble
             missing = sorted(set(range(self.size)) - heard)
             raise RanksMissing(
                 f"{len(missing)} of {self.size} ranks have not come within {timeout:.1f} s: {show_ranks(missing)}"
-                f"{trouble}; do all ranks open the store, and was every one started?",
+                f"{trouble}; was every rank started, and do all open the store with its tiers at the same paths?",
                 missing,
             ) from self._inbox.trouble
         for message in early:

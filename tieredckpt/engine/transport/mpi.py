@@ -102,7 +102,7 @@ class MpiCommunicator:
         except TimeoutError:
             raise RanksUnavailable(
                 f"rank {self.rank} of {self.size} has not met the others within {timeout:.1f} s; do all ranks open "
-                "the store?"
+                "the store with its tiers at the same paths?"
             ) from None
         except MPI.Exception as error:
             raise RanksUnavailable(f"the ranks' own communicator could not be made: {error}") from error

@@ -226,6 +226,8 @@ async def test_the_leader_names_who_was_welcomed_and_did_not_answer(office: Offi
     assert isinstance(outcomes[0], RanksMissing)
     assert outcomes[0].ranks == (2,)
     assert isinstance(outcomes[1], RanksUnavailable)
+    for outcome in outcomes:  # ranks with other paths never meet
+        assert "its tiers at the same paths" in str(outcome)
 
 
 async def test_a_cancellation_that_comes_with_the_carriers_answer_is_not_lost(
