@@ -12,6 +12,7 @@ from tieredckpt.cli.console import bar, output, print_json, print_table
 from tieredckpt.cli.opening import Json, Step, StorePath, reading, writing
 from tieredckpt.cli.show import Serial
 from tieredckpt.engine.repairing.verify import Verified
+from tieredckpt.errors import Invalid
 from tieredckpt.sync import SyncStore
 from tieredckpt.units import format_size
 
@@ -44,7 +45,7 @@ def verify(
         raise typer.BadParameter(
             "a rate is for whole tiers: give --all, or --repair without a step", param_hint="--rate"
         )
-    limit = None if rate is None else amounts.rate("--rate", rate)
+    limit = _rate(rate)
     with (writing if repair else reading)(store) as opened:
         nbytes = _held(opened, tier) if whole else _nbytes(opened, step, tier)
         with bar("verifying", nbytes) as progress:
@@ -55,6 +56,15 @@ def verify(
     _report(found, as_json=as_json)
     if not all(each.intact for each in found):
         raise typer.Exit(1)
+
+
+def _rate(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return amounts.rate("--rate", text)
+    except Invalid as error:
+        raise typer.BadParameter(str(error), param_hint="--rate") from error
 
 
 def _held(store: SyncStore, tier: str | None) -> int:
