@@ -47,7 +47,7 @@ def folder(path: Path, **settings: Any) -> dict[str, Any]:
     return {"kind": "posix", "path": path, "retries": 0, "fsync": False, "direct": False} | settings
 
 
-def config(tiers: dict[str, Any], **settings: Any) -> StoreConfig:
+def config(tiers: Any, **settings: Any) -> StoreConfig:
     """A store over ``tiers`` with chunks small enough for small arrays to have several."""
     return StoreConfig(tiers=tiers, **({"chunk_size": CHUNK} | settings))
 
