@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
-from support.agents import end_agent
+from support.agents import end_agent, until
 from support.cohort import cohort
 from support.insight import tier_of
 from support.scenes import CHUNK, Heard, Keeper, assert_restored, config, folder, ram
@@ -223,7 +223,8 @@ async def test_where_evictions_free_no_room_the_history_stays(
         assert len(held) >= 8
         assert held == list(range(11 - len(held), 11))
         faults["disk"].clear()
-        await heard.first(TierRecovered)
+        disk = tier_of(store, "disk")
+        await until(store, lambda: disk.healthy)  # it may have recovered and failed before, too
         checkpoint = await store.save(13, state(13))
         await checkpoint.reached("disk")
         assert tier_of(store, "disk").health.freed == 0
