@@ -98,9 +98,10 @@ class Collector:
         if enough():
             return True
         for step in tuple(tier.steps.parts):
-            if step not in self._state.membership.undecided:
+            # Meanwhile rank 0 may have committed it: then it is a step that is held.
+            if step in tier.steps.parts and step not in self._state.membership.undecided:
+                self._state.membership.dropping_part(step)  # first, so that rank 0 does not count on it
                 await self.evictor.drop_part(step, tier)
-                self._state.membership.part_dropped(step)
         going = leaving_when_full(self._state, tier)
         if not tier.in_memory:
             await self.collect(tier, orphans=False)
@@ -108,7 +109,7 @@ class Collector:
                 return True
             if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
                 return False  # what is evicted now would make no room yet
-        for step in going:
+        for step in filter(tier.steps.has_own, going):  # others have no room here
             if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
                 continue
             if not tier.in_memory:
@@ -127,7 +128,7 @@ class Collector:
 
     async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
         """Evict unpromoted snapshots, oldest first, until there is room enough; never the last good copy."""
-        for step in sorted(tier.steps.held):
+        for step in filter(tier.steps.has_own, sorted(tier.steps.held)):
             if await self.evictor.try_evict(step, tier) and enough():
                 return True
         return enough()

@@ -100,6 +100,8 @@ class AmongRanks(Alone):
         self._refuse()
         if in_order:
             await self.ranked.group.part()
+        if not self.ranked.group.ended:  # rank 0 may still commit what this rank has voted for: its parts stay in RAM
+            self.state.membership.undecided.update(self.ranked.votes.attempts.voted_for.values())
 
     async def close(self, *, may_remove: Callable[[], bool]) -> None:
         await self.ranked.close()

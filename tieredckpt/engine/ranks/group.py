@@ -47,6 +47,8 @@ class Group:
         """Random name of what these processes do together until they close."""
         self._silent: set[int] = set()
         """Ranks that have timed out, and from which nothing has come since."""
+        self.ended = False
+        """Whether rank 0 has closed, and decides on nothing any more."""
         self._left = False
         self._sent = 0
         self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
@@ -236,6 +238,7 @@ class Group:
             try:
                 message = decode(data, kind)
                 if isinstance(message, Closing):
+                    self.ended = True
                     return
                 await apply(message)
             except Exception:

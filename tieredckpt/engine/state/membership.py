@@ -56,8 +56,8 @@ class Membership:
     """Steps that this rank saved, and the ranks have not agreed on yet."""
     failed: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that this rank saved, and the ranks did not agree on."""
-    part_dropped: Callable[[StepId], None] = lambda step: None
-    """Called when this rank's part of a step that is not committed was dropped, to make room."""
+    dropping_part: Callable[[StepId], None] = lambda step: None
+    """Called before this rank's part of a step that is not committed is dropped, to make room."""
     replicated: dict[StepId, int] = field(default_factory=dict)
     """Steps whose parts all lie in the RAM of several nodes, and of how many."""
 

@@ -64,7 +64,7 @@ class Votes:
         self.comparison = Comparison(state, group)
         self.coordinator = Coordinator(state, group, self.attempts, self.comparison, departed)
         self._failing_here = ballots.FailingHere(state)
-        state.membership.part_dropped = self._report_dropped
+        state.membership.dropping_part = self._report_dropping
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin the restore of that epoch, as all ranks do."""
@@ -154,8 +154,8 @@ class Votes:
             self._state.branch.indeterminate(step)
             self._fail(step, (COORDINATOR,), reason)
 
-    def _report_dropped(self, step: StepId) -> None:
-        """Report that this rank has no part any more of a step that it voted for; rank 0 may still decide on it."""
+    def _report_dropping(self, step: StepId) -> None:
+        """Report that this rank drops its part of a step that it voted for; rank 0 may still decide on it."""
         if step in self.attempts.voted_for.values():
             self._group.report(PartDropped(step.step, step.serial))
 
