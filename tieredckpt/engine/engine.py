@@ -196,6 +196,7 @@ class Engine:
             self._go_on(keep_noted(self.state), "note of whose RAM it is")
         if self._role is not Role.TRAINER:
             self._go_on(keep_tidy(self._config.grace, self.admin.collect), "collect")
+        self._go_on(self.mode.ram_of_ranks.give_back(), "RAM of ranks")
         self.prepare_memory()
 
     def _promote_to(self, tier: Tier, promoter: Promoter, collector: Collector) -> None:
@@ -227,6 +228,7 @@ class Engine:
         if tier is self.state.tiers[0]:
             self.prepare_memory(self._snapshot)
             await self.mode.reopened()
+        await self.mode.ram_of_ranks.look()  # what the tier holds may tell that some of it is stale
 
     async def prepare(self, tree: Any, mesh: Any = None) -> None:
         """Allocate memory for saves of trees like ``tree``, in the background; ``mesh`` as for `match`.
@@ -324,7 +326,8 @@ class Engine:
     def _is_spare(self, tier: Tier) -> bool:
         """Whether all that a tier holds may go."""
         state = self.state
-        return not state.membership.undecided and not any(why_not(state, step, tier) for step in tier.steps.held)
+        own = [step for step in tier.steps.held if not (tier.in_memory and step in state.ram_of_ranks)]
+        return not state.membership.undecided and not any(why_not(state, step, tier) for step in own)
 
     # -- saving -------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,11 +21,10 @@ from tieredckpt.engine.opening.connect import connect, reopen
 from tieredckpt.engine.opening.identify import identify
 from tieredckpt.engine.opening.scan import scan_tier_again
 from tieredckpt.engine.opening.stale import set_stale_apart
-from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram, seen_in_ram
+from tieredckpt.engine.ranks.ram_of_ranks import RamOfRanks
 from tieredckpt.engine.restoring.moved import Moved
 from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
@@ -43,8 +42,9 @@ _TRIES = 30
 class Refresh:
     """Keeps a reader's knowledge fresh. Lives on the engine's loop."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, ram_of_ranks: RamOfRanks) -> None:
         self._state = state
+        self._ram_of_ranks = ram_of_ranks
         state.reader.refresh = self.refresh
         self._guards_refresh = asyncio.Lock()
         self._begun = -1.0
@@ -55,8 +55,6 @@ class Refresh:
         """Stores that tiers use no more, each with the calls that may still read it."""
         self._left_behind: set[StepId] = set()
         """Stale steps in RAM: the training has gone on elsewhere from an older step."""
-        self._seen: Hashable = None
-        """The last result of `seen_in_ram`."""
 
     async def looking(self, work: Callable[[], Awaitable[T]], *, packs: bool = False) -> T:
         """Run work that looks at the store as it is now; run it again if a step moves while it is read.
@@ -123,12 +121,7 @@ class Refresh:
         before = set(first.steps.held)
         await set_stale_apart(state)
         self._left_behind |= before - set(first.steps.held)
-        seen = await in_thread(seen_in_ram, state)
-        if seen != self._seen:
-            await open_read_only_ram(state)
-            self._seen = seen
-        for step, merged in state.reader.ram_steps.items():
-            first.steps.held.setdefault(step, Held(merged.index.record, ""))
+        await self._ram_of_ranks.look()
         adopt_newest(state)
         state.changed.notify()
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from tieredckpt.concurrency import whole
 from tieredckpt.engine.keeping.safety import check_unread, why_not
 from tieredckpt.engine.opening.scan import is_unchanged, look_again
-from tieredckpt.engine.state.state import State
+from tieredckpt.engine.state.state import RamOfRanksStep, State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.steps import IndeterminateDelete, Stale
 from tieredckpt.engine.tier.tier import Tier
@@ -50,7 +50,9 @@ class Evictor:
             raise Conflict(f"cannot evict: {reason}")
         tier.steps.leaving.add(step)
         try:
-            if tier.ram is not None:
+            if tier.in_memory and (of_ranks := self._state.ram_of_ranks.get(step)) is not None:
+                await whole(self._take_out(of_ranks, tier))
+            elif tier.ram is not None:
                 await commit_file.retract_from_ram(tier, tier.ram, step)
             else:
                 with suppress(TieredCkptError):  # an unreadable index names no packs
@@ -62,6 +64,11 @@ class Evictor:
                 self._gone(step, tier)
             elif tier.in_memory or step in tier.steps.damaged:
                 self._state.changed.notify()  # wakes who waits for its memory, or checks whether it is gone
+
+    async def _take_out(self, found: RamOfRanksStep, tier: Tier) -> None:
+        await found.take_out()
+        self._state.ram_of_ranks.pop(found.step, None)
+        tier.steps.drop(found.step)
 
     async def _retract(self, step: StepId, tier: Tier) -> None:
         """Retract a step, also if a full device has no room for a lease: the lease then takes the room of the step."""

@@ -11,6 +11,7 @@
 - `commit_file`: a failed first commit, and the nodes of a commit that a newer one of the same step replaces.
 - `Replication`: replicas in RAM, which never count as durable; the last fully replicated step stays.
 - `opening.scan`: steps in RAM that cannot be read, or whose extents overlap others.
+- `ranks.ram_of_ranks`: RAM that ranks left, once the rule permits it for each of their steps, whole here or not.
 - `opening.stale`: RAM that another run has overtaken, after the shared tiers were compared with it.
 - `ranks.commit`: parts of a step on a shared tier, after its merged manifest was written.
 - The lease, catalogs and mailboxes hold no copy of a step.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from tieredckpt.blobs.base import Survives
 from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
@@ -51,10 +53,12 @@ def why_not(state: State, step: StepId, tier: Tier) -> str:
 
 def _is_covered(state: State, step: StepId, tier: Tier, without: Collection[StepId] = ()) -> bool:
     """Whether the step, or a newer one of the branch, is as safe elsewhere; steps in ``without`` do not count."""
+    of_ranks = tier.in_memory and state.membership.size == 1 and not tier.steps.has_own(step)
+    survives = Survives.PROCESS if of_ranks else tier.survives  # RAM of this process may be a memfd
     for other in state.tiers:
         if state.membership.role is Role.AGENT and not state.manages(other):
             continue
-        if other.survives < tier.survives or not (other.answers or other is tier):
+        if other.survives < survives or not (other.answers or other is tier):
             continue
         not_good = other.steps.leaving | other.steps.impaired | state.deleting
         for held in reversed(other.steps.held):  # as a rule the newest is the last, and settles it

@@ -11,7 +11,7 @@ from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import save_is_due
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.promoting.promoter import ReportStuck
-from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
+from tieredckpt.engine.ranks.ram_of_ranks import RamOfRanks
 from tieredckpt.engine.refresh import Refresh
 from tieredckpt.engine.repairing.background import RepairElsewhere
 from tieredckpt.engine.restoring.lookup import Wanted, look_up
@@ -50,6 +50,7 @@ class Alone:
     def __init__(self, state: State, collector: Collector) -> None:
         self.state = state
         self.collector = collector
+        self.ram_of_ranks = RamOfRanks(state, collector.evictor)
         self.admin = self._make_admin()
         """The verbs for people."""
         self.slower_tiers = self._make_slower_tiers()
@@ -66,7 +67,7 @@ class Alone:
     async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
         """Open the tiers, and continue the newest branch."""
         await open_tiers()
-        await open_read_only_ram(self.state)
+        await self.ram_of_ranks.look()
         adopt_newest(self.state)
 
     async def reopened(self) -> None:
@@ -152,7 +153,7 @@ class Reader(Alone):
 
     def __init__(self, state: State, collector: Collector) -> None:
         super().__init__(state, collector)
-        self._refresh = Refresh(state)
+        self._refresh = Refresh(state, self.ram_of_ranks)
 
     async def looking(self, work: Work[T], *, packs: bool = False) -> T:
         return await self._refresh.looking(work, packs=packs)

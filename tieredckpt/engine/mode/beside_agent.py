@@ -13,7 +13,6 @@ from tieredckpt.engine.agent.messages import Flush, GiveWay, Reach
 from tieredckpt.engine.keeping.collector import Collected, Collector
 from tieredckpt.engine.keeping.safety import check_unread
 from tieredckpt.engine.mode.alone import Alone, Changed
-from tieredckpt.engine.ranks.restore.read_only_ram import open_read_only_ram
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
 from tieredckpt.engine.state.adoption import adopt_newest
@@ -149,7 +148,7 @@ class BesideAgent(Alone):
 
     async def open(self, open_tiers: Callable[[], Awaitable[None]]) -> None:
         await open_tiers()
-        await open_read_only_ram(self.state)
+        await self.ram_of_ranks.look()
         await self.link.open()
         adopt_newest(self.state, self.link.dead)
 

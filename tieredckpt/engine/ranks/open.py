@@ -230,7 +230,9 @@ class Opening:
                     continue
                 if step not in records or record.saved_at > records[step].saved_at:
                     records[step] = record
-        stale = stale_steps(records.values(), state.tiers[1:])
+        stale = stale_steps(
+            records.values(), [held.record for tier in state.tiers[1:] for held in tier.steps.held.values()]
+        )
         whole = []
         for step, record in records.items():
             if step in stale:

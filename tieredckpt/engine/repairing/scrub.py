@@ -45,7 +45,7 @@ async def scrub(verifier: Verifier, tiers: Sequence[Tier], rate: float | None = 
         if (marker := await _check_marker(tier, repair=repairs)) is not None:
             found.append(marker)
         for step in sorted({*tier.steps.held, *tier.steps.damaged.not_stale()}, reverse=True):
-            if step in tier.steps.held or step in tier.steps.damaged:
+            if tier.steps.has_own(step) or step in tier.steps.damaged:
                 with suppress(NotFound):  # evicted meanwhile
                     found.append(await verifier.on(step, tier, scan))
         if not tier.in_memory and (footers := await _check_footers(state, collector, tier, repair=repairs)) is not None:

@@ -59,7 +59,9 @@ def to_verify(state: State, number: int | None, serial: int | None, name: str | 
             raise
         step = copies[0][0]
     tiers = state.every_tier if name is None else (state.any_tier(name),)
-    having = [tier for tier in tiers if step in tier.steps.held or step in tier.steps.damaged.not_stale()]
+    having = [tier for tier in tiers if tier.steps.has_own(step) or step in tier.steps.damaged.not_stale()]
+    if not having and step in state.ram_of_ranks:
+        raise NotFound(f"{step} is only in the RAM of ranks on this machine, where a restore verifies it")
     if not having:
         raise NotFound(f"{step} is not on {'any tier' if name is None else f'tier {name!r}'}")
     return step, having

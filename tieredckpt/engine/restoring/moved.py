@@ -23,7 +23,7 @@ class Moved(NotFound):
 def places(state: State, step: StepId) -> Hashable:
     """Which tiers hold a step, and which commits of it."""
     held = [(tier.name, tier.steps.catalogued.stamps.get(step)) for tier in state.tiers if step in tier.steps.held]
-    return tuple(held), id(state.reader.ram_steps.get(step))
+    return tuple(held), id(state.ram_of_ranks.get(step))
 
 
 async def has_moved(state: State, step: StepId, before: Hashable) -> bool:

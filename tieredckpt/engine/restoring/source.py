@@ -88,7 +88,7 @@ class StepSource:
     progress: Callable[[int], None] | None = None
     """Told the bytes of each part that was read; from any thread."""
     near: Near | None = None
-    """With several ranks: places of the step's chunks in the RAM of this machine, which the index may not name."""
+    """Of a step of several ranks: places of its chunks in the RAM of this machine, which the index may not name."""
     passing: Passing | None = None
     """With several ranks: gets chunks that are not near from other ranks, and returns those that did not come."""
     _bad: dict[tuple[str, Extent | bytes], TieredCkptError] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class StepSource:
     ) -> AsyncIterator[StepSource]:
         if step in state.deleting:
             raise NotFound(f"{step} is being deleted")
-        merged = chosen or (state.reader.ram_steps.get(step) if only is None else None)
+        merged = chosen or (state.ram_of_ranks.get(step) if only is None else None)
         if merged is not None:
             passing = None if chosen is None else chosen.passing
             async with merged.near() as near:
@@ -168,7 +168,7 @@ class StepSource:
     @property
     def in_slab(self) -> Slab | None:
         """The slab in which the chunks lie as they are to be written; None if they are elsewhere."""
-        return None if self.tier.ram is None else self.tier.ram.slab
+        return None if self.tier.ram is None or self.near is not None else self.tier.ram.slab
 
     async def candidates(self, key: str, ordinal: int, digest: bytes) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
         """Yield every place that should have a chunk: first by the indexes of the step, then any with its digest."""

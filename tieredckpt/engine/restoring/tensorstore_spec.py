@@ -38,10 +38,10 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
 
 def _whole_on(state: State, step: StepId) -> Tier:
     """The nearest tier with all of a step in one place, readable by TensorStore; the RAM of ranks is not one place."""
-    whole = [tier for tier in state.holders(step) if state.membership.size == 1 or tier.shared]
+    alone = state.membership.size == 1
+    whole = [tier for tier in state.holders(step) if tier.shared or (alone and tier.steps.has_own(step))]
     if not whole:
-        ranks = state.membership.size
-        raise NotFound(f"{step} is in the RAM of {ranks} ranks alone; promote it, and stock TensorStore opens it there")
+        raise NotFound(f"{step} is in the RAM of ranks alone; promote it, and stock TensorStore opens it there")
     return next((tier for tier in whole if kind_of(tier.config).tensorstore_spec is not None), whole[0])
 
 

@@ -61,7 +61,7 @@ async def view_step(state: State, step: StepId, forms: Mapping[str, Form]) -> tu
         None when the step is not in RAM, or cannot be read there.
     """
     tier = state.tiers[0]
-    if tier.ram is None or step not in tier.steps.held:
+    if tier.ram is None or step not in tier.steps.held or not tier.steps.has_own(step):
         return None
     try:
         index = await step_index.load(tier, step)

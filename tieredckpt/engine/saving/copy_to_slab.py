@@ -160,4 +160,8 @@ def _waiting_helps(state: State, tier: Tier) -> bool:
     # Each promotion reads a step, and those that are stuck do not end soon.
     if tier.steps.parts or len(tier.steps.pins) > stuck:
         return True
-    return any(waits_for_promotion(state, step, tier, only_healthy=True) for step in tier.steps.held)
+    return any(
+        waits_for_promotion(state, step, tier, only_healthy=True)
+        for step in tier.steps.held
+        if tier.steps.has_own(step)
+    )

@@ -29,7 +29,7 @@ from tieredckpt.format.marker import StoreMarker
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.policy.base import Observed, StoreView, TierView
 
-__all__ = ["DerivedState", "MergedRam", "Near", "State", "lossy_hint"]
+__all__ = ["DerivedState", "MergedRam", "Near", "RamOfRanksStep", "State", "lossy_hint"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -64,12 +64,19 @@ class MergedRam:
     """Keeps what this machine's RAM has of the step while it is read."""
 
 
+@dataclass(frozen=True, slots=True)
+class RamOfRanksStep(MergedRam):
+    """A step of several ranks in the RAM of this machine, for a process that works alone."""
+
+    take_out: Callable[[], Awaitable[None]]
+    """Takes it out of there. Raises `Conflict` where another process uses that RAM, or has written to it, and
+    `TierUnavailable`."""
+
+
 @dataclass(slots=True)
 class ReaderState:
     """Parts of the state that only a read-only process uses."""
 
-    ram_steps: dict[StepId, MergedRam] = field(default_factory=dict)
-    """Steps that are whole in the RAM of ranks of this machine."""
     refresh: Callable[[], Awaitable[None]] | None = None
     """Lists the tiers again; None in a process that writes."""
 
@@ -96,6 +103,8 @@ class State:
     membership: Membership = field(default_factory=Membership)
     deleting: set[StepId] = field(default_factory=set)
     """Steps that a person deletes at present."""
+    ram_of_ranks: dict[StepId, RamOfRanksStep] = field(default_factory=dict)
+    """In a process that works alone: the steps that are whole in the RAM of ranks of this machine, and held by that."""
     reader: ReaderState = field(default_factory=ReaderState)
     fills: int = 0
     """How many restores have filled arrays of the program; a save before such a restore saw other values in them."""

@@ -1,0 +1,278 @@
+"""The RAM of ranks on this machine, for a process that works alone: it counts the steps that are whole in it.
+
+A process that writes gives the memory back once newer steps are as safe, for no save can use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from tieredckpt.blobs.ram.folder import RANK_FOLDER, locked, remove
+from tieredckpt.blobs.ram.reader_locks import Retired
+from tieredckpt.concurrency import being_cancelled, in_thread
+from tieredckpt.engine.keeping.evictor import Evictor
+from tieredckpt.engine.keeping.policies import waits_for_promotion
+from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.opening.ram import is_of_a_copy
+from tieredckpt.engine.opening.stale import stale_steps
+from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
+from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into, near
+from tieredckpt.engine.state.membership import Role
+from tieredckpt.engine.state.state import Near, RamOfRanksStep, State
+from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId, StepRecord
+
+__all__ = ["RamOfRanks"]
+
+_log = logging.getLogger("tieredckpt")
+
+_Commits = tuple[tuple[str, int, int], ...]
+"""The commits in a folder: path, inode and time of change of each manifest."""
+
+
+@dataclass(slots=True)
+class _Folder:
+    """The RAM of one rank, as it was read."""
+
+    commits: _Commits
+    keys: dict[StepId, str] = field(default_factory=dict)
+    """Of the index nodes of each step of which it has a part, readable or not."""
+
+
+class RamOfRanks:
+    """The RAM of ranks on this machine, as a process that works alone sees it. Lives on the engine's loop."""
+
+    def __init__(self, state: State, evictor: Evictor) -> None:
+        self._state = state
+        self._evictor = evictor
+        self._guards_folders = asyncio.Lock()
+        self._folders: dict[Path, _Folder] = {}
+        self._whole: dict[StepId, RamOfRanksStep] = {}
+        """The steps that are whole in them, stale ones included."""
+        self._last = 0
+        """The highest serial of a step in them, whole or not."""
+        self._kept: set[StepId] = set()
+        """Steps that could not be taken out, perhaps because another process uses the memory."""
+        self._seen: Mapping[Path, _Commits] = {}
+        """The commits in every folder when these were read last."""
+
+    # -- which steps there are ----------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Count a step as held by RAM if all its parts are in RAM folders of this machine, and no more if one has gone.
+
+        A stale one does not count: the training has gone on from an older step, elsewhere or in one process.
+        """
+        state, membership = self._state, self._state.membership
+        if state.config.ram is None or state.identity.marker is None:
+            return
+        if membership.size > 1 or membership.role is Role.AGENT:
+            return  # the ranks do it together, and an agent reads its trainer's RAM alone
+        async with self._guards_folders:
+            seen = await in_thread(self._look)
+            if membership.role is Role.TRAINER:
+                _warn_beside_agent([folder for folder, commits in seen.items() if commits])
+                return
+            if seen != self._seen:
+                self._seen = seen
+                await self._read(seen if seen and not await is_of_a_copy(state) else {})
+            self._count()
+
+    def _look(self) -> dict[Path, _Commits]:
+        """The commits in every folder but the one that is open here, which has no part of a step. Blocks."""
+        ram = self._state.tiers[0].ram
+        folders = folders_of_ranks(self._state)
+        return {each: _commits(each) for each in folders if ram is None or str(each) != ram.store.location}
+
+    async def _read(self, seen: Mapping[Path, _Commits]) -> None:
+        state, folders = self._state, dict[Path, _Folder]()
+        parts: dict[tuple[StepId, str], dict[int, bytes]] = {}
+        for folder, commits in seen.items():
+            if not folder.name.startswith(RANK_FOLDER):
+                continue  # RAM of one process has no parts
+            found = folders[folder] = _Folder(commits)
+            if (tier := await look_into(state, folder)) is None:
+                continue
+            try:
+                for step, held in tuple(tier.steps.held.items()):
+                    found.keys[step] = held.btree_key
+                    try:
+                        record, part = await _part(state, tier, step)
+                    except TieredCkptError as error:
+                        _log.warning("%s cannot be read in the RAM of a rank: %s", step, error)
+                        if not isinstance(error, Corrupt | NotFound):
+                            self._seen = {}  # it may be read the next time
+                        continue
+                    parts.setdefault((step, record.run), {})[record.rank or 0] = part
+            finally:
+                await tier.disconnect()
+        whole: dict[StepId, RamOfRanksStep] = {}
+        for (step, _), by_rank in parts.items():
+            try:
+                merged = await in_thread(merge_parts, by_rank, pool=state.pool)
+            except (Conflict, Corrupt) as error:
+                level = logging.INFO if state.read_only else logging.WARNING
+                _log.log(level, "%s is not whole in the RAM of this machine: %s", step, error)
+                continue
+            if step not in whole or merged.record.saved_at > whole[step].index.record.saved_at:
+                reads, takes_out = partial(self._near, step), partial(self._take_out_step, step)
+                whole[step] = RamOfRanksStep(step, state.tiers[0], merged, reads, takes_out)
+        self._folders, self._whole = folders, whole
+        self._last = max((step.serial for found in folders.values() for step in found.keys), default=0)
+        self._kept.clear()
+
+    def _count(self) -> None:
+        state, steps = self._state, self._state.tiers[0].steps
+        # No save takes the serial of a step that is there, whole or not.
+        state.branch.last_serial = max(state.branch.last_serial, self._last)
+        if not self._whole and not state.ram_of_ranks:
+            return
+        theirs = [held.record for step, held in steps.held.items() if steps.has_own(step)]
+        theirs += [held.record for tier in state.tiers[1:] for held in tier.steps.held.values()]
+        stale = stale_steps([found.index.record for found in self._whole.values()], theirs)
+        counted = {step: found for step, found in self._whole.items() if step not in stale and not steps.has_own(step)}
+        for step in state.ram_of_ranks.keys() - counted.keys():
+            if not steps.has_own(step):
+                steps.drop(step)
+        state.ram_of_ranks.clear()
+        state.ram_of_ranks.update(counted)
+        for step, found in counted.items():
+            steps.held.setdefault(step, Held(found.index.record, ""))
+
+    @asynccontextmanager
+    async def _near(self, step: StepId) -> AsyncIterator[Near]:
+        """See `MergedRam.near`; this process does not evict the step meanwhile."""
+        steps = self._state.tiers[0].steps
+        steps.pin(step)
+        try:
+            async with near(self._state, step) as found:
+                yield found
+        finally:
+            steps.unpin(step)
+            self._state.changed.notify()
+
+    # -- giving it back -----------------------------------------------------------------------------------
+
+    async def give_back(self) -> None:
+        """Give memory back when nothing needs it any more, until cancelled."""
+        while not self._state.read_only and not being_cancelled():
+            await self._state.changed.until(lambda: bool(self._leaving() or self._unused()))
+            for step in self._leaving():
+                try:
+                    await self._evictor.evict(step, self._state.tiers[0])
+                except TieredCkptError as error:
+                    _log.info("%s stays in the RAM of ranks: %s", step, error)
+                    self._kept.add(step)
+            for folder in self._unused():
+                await self._free(folder)
+
+    def _leaving(self) -> list[StepId]:
+        """The steps that may leave RAM. Till this process has saved a newer one, a restore takes them from there."""
+        state, first = self._state, self._state.tiers[0]
+        if not self._is_overtaken():
+            return []
+        return [
+            step
+            for step in state.ram_of_ranks.keys() - self._kept
+            if first.steps.keeps(step) and not (waits_for_promotion(state, step, first) or why_not(state, step, first))
+        ]
+
+    def _unused(self) -> list[Path]:
+        """The folders without a step that counts, or that is as safe as the newest elsewhere."""
+        state, first = self._state, self._state.tiers[0]
+        if not self._is_overtaken():
+            return []
+        return [
+            folder
+            for folder, found in self._folders.items()
+            if not any(step in state.ram_of_ranks or why_not(state, step, first) for step in found.keys)
+        ]
+
+    def _is_overtaken(self) -> bool:
+        newest = self._state.branch.newest
+        return newest is not None and newest.serial > self._last
+
+    async def _free(self, folder: Path) -> None:
+        async with self._guards_folders:
+            if (found := self._folders.pop(folder, None)) is not None:
+                try:
+                    await in_thread(_free, folder, found.commits)
+                except (OSError, TieredCkptError) as error:  # the next look finds it again
+                    _log.info("the RAM of a rank at %s stays: %s", folder, error)
+
+    async def _take_out_step(self, step: StepId) -> None:
+        """Take a step out of every folder. Raises `Conflict` where another process uses one, `TierUnavailable`."""
+        async with self._guards_folders:
+            for folder, found in self._folders.items():
+                if step not in found.keys:
+                    continue
+                try:
+                    found.commits = await in_thread(_take_out, folder, found.commits, step, found.keys[step])
+                except OSError as error:
+                    raise TierUnavailable(f"{step} cannot be taken out of {folder}: {error.strerror}") from error
+                del found.keys[step]
+            self._whole.pop(step, None)
+
+
+async def _part(state: State, tier: Tier, step: StepId) -> tuple[StepRecord, bytes]:
+    index = await step_index.load(tier, step)
+    return index.record, await in_thread(encode_own, index, pool=state.pool)
+
+
+def _warn_beside_agent(folders: Collection[Path]) -> None:
+    if folders:
+        _log.warning(
+            "the RAM that ranks left at %s is not read beside an agent, which could not promote what is there: open "
+            "the store once without `promote_in = 'agent'` to go on from it",
+            ", ".join(map(str, folders)),
+        )
+
+
+def _commits(folder: Path) -> _Commits:
+    found = []
+    for manifest in sorted(folder.glob(f"{layout.STEPS}*/{layout.MANIFEST}")):
+        with suppress(OSError):  # it has just been evicted
+            seen = manifest.stat()
+            found.append((str(manifest), seen.st_ino, seen.st_mtime_ns))
+    return tuple(found)
+
+
+@contextmanager
+def _unchanged(folder: Path, commits: _Commits) -> Iterator[None]:
+    """Hold the lock of a folder meanwhile. Raises `Conflict` where a process writes, or has written, `OSError`."""
+    with locked([folder]):
+        if _commits(folder) != commits:
+            raise Conflict(f"another process has written to the RAM at {folder} meanwhile")
+        yield
+
+
+def _free(folder: Path, commits: _Commits) -> None:
+    """Free the RAM of a rank; who reads there goes on, for memory that is mapped stays. Blocks; raises as `_unchanged`.
+
+    ``commits`` are those that were there.
+    """
+    if folder.is_dir():
+        with _unchanged(folder, commits):
+            remove(folder)
+
+
+def _take_out(folder: Path, commits: _Commits, step: StepId, btree_key: str) -> _Commits:
+    """Take a step out of the RAM of a rank; returns the commits that are left. Blocks; raises as `_unchanged`."""
+    if not folder.is_dir():
+        return ()
+    with _unchanged(folder, commits):
+        retired = Retired(folder)
+        retired.take_away(layout.manifest_key(step.step, step.serial), btree_key)
+        retired.close()
+        (folder / btree_key).unlink(missing_ok=True)
+        return _commits(folder)
