@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from tieredckpt.blobs.base import BlobStore, Survives
 from tieredckpt.blobs.checkup import Check, Facts, check_up, within
+from tieredckpt.concurrency import on_own_thread_within
 from tieredckpt.config.kinds import kind_of
 from tieredckpt.config.tiers import TierConfig
 from tieredckpt.errors import NotFound
 from tieredckpt.format import layout
 from tieredckpt.format.marker import decode_marker
 
-__all__ = ["check_tier", "try_tier"]
+__all__ = ["check_tier", "missing_folders", "remove_empty", "try_tier"]
 
 _AFTER_ITS_OWN = 5.0
 """Extra seconds for a tier to report by itself that it does not answer, and to be closed."""
@@ -32,8 +36,10 @@ async def try_tier(tier: TierConfig, nbytes: int, *, opens_within: float | None 
         opens_within: seconds after which its kind gives up opening it; None for its deadline.
     """
     opened: list[BlobStore] = []
+    missing: list[Path] = []
 
     async def opening() -> str:
+        missing.extend(await missing_folders(tier))
         opened.append(await kind_of(tier).open(tier))
         return opened[0].location
 
@@ -54,7 +60,7 @@ async def try_tier(tier: TierConfig, nbytes: int, *, opens_within: float | None 
             if marker.detail:
                 yield marker
     finally:
-        closed = await within("close", _close(store), _AFTER_ITS_OWN)
+        closed = await within("close", _close(store, tier, missing), _AFTER_ITS_OWN)
     if not closed.ok:
         yield closed
 
@@ -68,9 +74,32 @@ async def _marker(store: BlobStore, root: str) -> str:
     return f"store {marker.store}, format {marker.format_version}"
 
 
-async def _close(store: BlobStore) -> str:
+async def _close(store: BlobStore, tier: TierConfig, missing: Sequence[Path]) -> str:
     await store.close()
+    await remove_empty(tier, missing)
     return ""
+
+
+async def missing_folders(tier: TierConfig) -> list[Path]:
+    """The folders that are made when the tier is opened, the innermost first. Raises `TierUnavailable`."""
+
+    def look() -> list[Path]:
+        where = kind_of(tier).location(tier)
+        folders = (where, *where.parents) if isinstance(where, Path) else ()
+        return [folder for folder in folders if not os.path.lexists(folder)]
+
+    return await on_own_thread_within(tier.deadline, tier.name, f"looking for {tier.location}", look)
+
+
+async def remove_empty(tier: TierConfig, folders: Sequence[Path]) -> None:
+    """Remove ``folders`` of a tier, as `missing_folders` gave them, until one is not empty."""
+
+    def remove() -> None:
+        with suppress(OSError):
+            for folder in folders:
+                folder.rmdir()
+
+    await on_own_thread_within(tier.deadline, tier.name, f"removing {tier.location}", remove)
 
 
 _SURVIVES = {

@@ -36,7 +36,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check this machine, and try every tier, and every place of exports: write, read, list and delete. Leaves no
-    object behind on them, but in a bucket what it found of the server, for later openings (`tieredckpt-endpoint.json`).
+    object or folder behind, but in a bucket what it found of the server, for later openings
+    (`tieredckpt-endpoint.json`).
 
     May run beside a trainer. Exits with 1 when something is wrong. A tier that does not answer takes its `deadline`.
     """

@@ -9,6 +9,7 @@ import timeit
 import numpy as np
 
 from tieredckpt.blobs.checkup import CHECKUP, warm_memory
+from tieredckpt.blobs.tier_checkup import missing_folders, remove_empty
 from tieredckpt.config import TierConfig
 from tieredckpt.config.kinds import kind_of
 
@@ -24,11 +25,12 @@ def measure_copy(nbytes: int) -> float:
 
 
 async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
-    """Bytes a second at which one object of ``nbytes`` is written to the tier and read; the object is deleted again.
+    """Bytes a second at which one object of ``nbytes`` is written to the tier and read; both leave nothing there.
 
     Raises:
         TieredCkptError: what is wrong with the tier.
     """
+    missing = await missing_folders(tier)
     store = await kind_of(tier).open(tier)
     key = f"{CHECKUP}{secrets.token_hex(8)}/measure"
     data = warm_memory(nbytes)
@@ -44,4 +46,5 @@ async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
             await store.delete(key)
         finally:
             await store.close()
+            await remove_empty(tier, missing)
     return nbytes / (written - begin), nbytes / (read - written)

@@ -55,6 +55,15 @@ def test_every_tier_is_tried_and_left_as_it_was(trained: Path) -> None:
     assert files() == before
 
 
+def test_the_folders_of_a_store_that_is_to_come_are_not_left(config: Path, tmp_path: Path) -> None:
+    result = run("doctor", tmp_path / "a" / "store", "--size", "1 MiB")
+    assert (result.exit_code, "all is well" in result.stdout) == (0, True), result.output
+    assert list(tmp_path.iterdir()) == [config]
+    (tmp_path / "a").mkdir()
+    run("doctor", tmp_path / "a" / "store", "--size", "1 MiB")
+    assert list(tmp_path.rglob("a*")) == [tmp_path / "a"]
+
+
 def test_it_runs_beside_a_trainer(config: Path, training: SyncStore) -> None:
     result = run("doctor", config, "--size", "1 MiB")
     assert result.exit_code == 0, result.output
