@@ -178,6 +178,7 @@ def scenario(
 
 
 _UNTOLD = "nothing tells it"
+_NO_STEP = "no step was found in the folders of its tiers"
 
 
 def _state(config: StoreConfig, nodes: int, found: list[Assumption]) -> int:
@@ -187,7 +188,7 @@ def _state(config: StoreConfig, nodes: int, found: list[Assumption]) -> int:
         found.append(Assumption("state", format_size(newest.nbytes), why))
         return newest.nbytes
     nbytes = nodes * STATE_OF_A_NODE
-    found.append(Assumption("state", format_size(nbytes), f"8 GPUs a node with 4 GB each, {SOURCE}"))
+    found.append(Assumption("state", format_size(nbytes), f"{_NO_STEP}; 8 GPUs a node with 4 GB each, {SOURCE}"))
     return nbytes
 
 

@@ -81,7 +81,7 @@ def test_a_simulation_draws_its_picture(settings: Path, tmp_path: Path) -> None:
 def test_a_plan_measures_what_is_not_told(settings: Path, tmp_path: Path) -> None:
     found = told("plan", settings, "--measure", "--size", "1MiB")
     assert [tier["assumed"] for tier in found["tiers"]] == [False, False]
-    assert not [path for path in tmp_path.rglob("checkup/*") if path.is_file()]
+    assert list(tmp_path.iterdir()) == [settings]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,11 @@ def test_a_plan_says_what_has_no_end(settings: Path) -> None:
     assert found
     assert int(found[1]) > 1000
     assert "of training the policies still retain more and more" in text
+
+
+def test_a_plan_says_that_there_is_no_step_to_take_the_size_of(settings: Path) -> None:
+    (state,) = [each for each in told("plan", settings)["assumed"] if each["what"] == "state"]
+    assert "no step was found" in state["why"]
 
 
 def test_a_plan_takes_the_size_of_the_newest_step_of_a_store(trained: Path) -> None:
