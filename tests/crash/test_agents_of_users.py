@@ -54,6 +54,7 @@ async def test_an_agent_of_the_user_serves_one_trainer_after_the_other_and_ends_
     agent = admin()  # before there is any trainer
     assert agent.stderr is not None
     assert await asyncio.to_thread(agent.stderr.readline) == "promoting from tier ram to disk\n"
+    assert "waiting for its trainer" in await asyncio.to_thread(agent.stderr.readline)
     for capacity, step in (("16 MiB", 1), ("32 MiB", 2)):  # RAM is given back, and made anew
         tiers = {"ram": ram(shared_memory, capacity=capacity), "disk": folder(disk)}
         async with CheckpointStore.open(config(tiers, promote_in="agent")) as store:

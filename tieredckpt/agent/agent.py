@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -74,9 +75,17 @@ class Agent:
         events: told what happens.
         life: how long it works.
         ram: the folder of RAM; None to find the one whose owner note has a tier of the configuration.
+        begins: called after the first look for RAM, with whether there is some.
     """
 
-    def __init__(self, config: StoreConfig, events: Events, life: Life, ram: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        events: Events,
+        life: Life,
+        ram: Path | None = None,
+        begins: Callable[[bool], None] = lambda _: None,
+    ) -> None:
         if config.ram is None or not config.slower:
             raise Invalid("an agent promotes from RAM to slower tiers; the configuration needs a ram tier and another")
         self._root = ram_root(config.ram.path)
@@ -87,6 +96,7 @@ class Agent:
         self._config = config
         self._life = life
         self._events = events
+        self._begins = begins
         self._opened = False
         self._claim = -1
         self._identity: tuple[int, int] | None = None
@@ -122,6 +132,7 @@ class Agent:
 
     async def _live(self) -> None:
         since = time.monotonic()
+        self._begins(await self._attach())
         while True:
             if not await in_thread(self._is_claimed) and not await self._attach():
                 if self._life == "once" or (
@@ -362,9 +373,15 @@ class Agent:
 Ending = Literal["signal", "done", "nothing to do"]
 
 
-def run_agent(config: StoreConfig, events: Events, life: Life, ram: Path | None = None) -> Ending:
-    """Run until the agent ends, and log the reason. Raises as `Agent.run`. For the main thread."""
-    agent = Agent(config, events, life, ram)
+def run_agent(
+    config: StoreConfig,
+    events: Events,
+    life: Life,
+    ram: Path | None = None,
+    begins: Callable[[bool], None] = lambda _: None,
+) -> Ending:
+    """Run until the agent ends, and return why. Raises as `Agent.run`. For the main thread."""
+    agent = Agent(config, events, life, ram, begins)
     try:
         with asyncio.Runner(loop_factory=RunningTimeLoop) as runner:
             runner.run(_run(agent))

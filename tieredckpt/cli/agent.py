@@ -38,9 +38,15 @@ def agent(
     store = load(config)
     events = Events()
     events.subscribe(_show)
-    nearest = printable(store.tiers[0].name)
-    errors().print(f"promoting from tier {nearest} to {', '.join(printable(tier.name) for tier in store.tiers[1:])}")
-    match run_agent(store, events, "once" if once else "stays"):
+
+    def begin(is_there: bool) -> None:
+        nearest, *others = (printable(tier.name) for tier in store.tiers)
+        if is_there or not once:
+            errors().print(f"promoting from tier {nearest} to {', '.join(others)}")
+        if not is_there and not once:
+            errors().print("there is no RAM tier of this store on this node yet: waiting for its trainer")
+
+    match run_agent(store, events, "once" if once else "stays", begins=begin):
         case "signal":
             errors().print("ended: the tiers are free for another agent")
         case "nothing to do":  # as after a training that ended in order

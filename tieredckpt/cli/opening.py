@@ -30,6 +30,7 @@ __all__ = [
     "MaybeStore",
     "Step",
     "StorePath",
+    "ThisStep",
     "creating",
     "existing",
     "is_there",
@@ -44,7 +45,20 @@ T = TypeVar("T")
 _STORE = "A configuration (.toml), or the folder or URL of a store."
 StorePath = Annotated[str, typer.Argument(metavar="STORE", help=_STORE, show_default=False)]
 MaybeStore = Annotated[str | None, typer.Argument(metavar="[STORE]", help=_STORE, show_default=False)]
-Step = Annotated[int | None, typer.Argument(metavar="STEP", help="The newest if left out.", show_default=False)]
+
+
+def _step(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not the number of a step") from error
+
+
+ThisStep = Annotated[int, typer.Argument(metavar="STEP", parser=_step, show_default=False)]
+Step = Annotated[
+    int | None,
+    typer.Argument(metavar="STEP", help="The newest if left out.", parser=_step, show_default=False),
+]
 Keys = Annotated[
     list[str] | None, typer.Option(metavar="PATTERN", help="Only these keys or patterns (params/**); repeat for more.")
 ]

@@ -83,7 +83,7 @@ def print_ram(store: str | None, *, as_json: bool) -> None:
 
 def forget(which: Which = None, gone: Gone = False, root: Root = None, as_json: Json = False) -> None:
     """Free the RAM of stores that are no longer needed, with the steps in it. `tieredckpt ls --ram` lists them."""
-    if bool(which) == gone:
+    if bool(which) == gone or "" in (which or ()):  # as a path, an empty name would mean the folder that we are in
         raise typer.BadParameter("name stores, or say --gone")
     stores = found_ram(root)
     chosen: dict[str, list[FoundRam]] = {}

@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 
 from tieredckpt.cli.console import output, print_json, print_table, printable, waiting
-from tieredckpt.cli.opening import Json, StorePath, writing
+from tieredckpt.cli.opening import Json, StorePath, ThisStep, writing
 from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.units import format_size
 
 __all__ = ["collect", "delete", "evict", "promote"]
 
-ThisStep = Annotated[int, typer.Argument(metavar="STEP", show_default=False)]
 ThisTier = Annotated[str, typer.Argument(metavar="TIER", show_default=False)]
 
 

@@ -15,6 +15,7 @@ kind affects only its users.
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -271,7 +272,9 @@ def _tier(context: Any, called: str | int, table: object) -> TierConfig:
         raise refusal([((), f"should be a table of settings, not {redacted(table)!r}")])
     name = table.get("kind")
     if name is None:
-        raise refusal([(("kind",), f"is required: one of {', '.join(kinds())}")])
+        near = difflib.get_close_matches("kind", map(str, table), n=1)
+        instead = f"; `{near[0]}` is not a setting of a tier" if near else ""
+        raise refusal([(("kind",), f"is required: one of {', '.join(kinds())}{instead}")])
     try:
         model: type[TierConfig] = kind_named(str(name)).config
     except Invalid as error:

@@ -66,6 +66,14 @@ def test_wrong_usage_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("verb", "more"), [("show", ()), ("verify", ()), ("restore", ()), ("promote", ("disk",)), ("delete", ())]
+)
+def test_what_is_no_number_of_a_step_is_told(trained: Path, verb: str, more: tuple[str, ...]) -> None:
+    result = run(verb, trained, "abc", *more)
+    assert (result.exit_code, "'abc' is not the number of a step" in result.stderr) == (2, True)
+
+
 def test_the_log_of_the_library_is_shown_when_asked_for_and_left_as_it_was(trained: Path) -> None:
     log = logging.getLogger("tieredckpt")
     before = (log.level, log.propagate, list(log.handlers))

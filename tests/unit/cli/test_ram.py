@@ -89,6 +89,20 @@ def test_no_store_and_no_option_is_wrong_usage() -> None:
     assert run("forget").exit_code == 2
 
 
+def test_an_empty_name_is_not_the_folder_that_we_are_in(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(tmp_path / "disk", 1)
+    monkeypatch.chdir(tmp_path / "disk")
+    assert run("forget", "").exit_code == 2
+    assert find_ram(root)
+
+
+def test_what_no_ram_notes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert f"no RAM on this machine notes {tmp_path / 'file'};" in run("adopt", tmp_path / "file").output
+
+
 def test_what_has_lost_its_folder_is_forgotten_and_nothing_else(tmp_path: Path, root: Path) -> None:
     one, two = killed(tmp_path / "one", 1), killed(tmp_path / "two", 1)
     shutil.rmtree(tmp_path / "one")
@@ -127,8 +141,18 @@ def test_an_agent_brings_back_nothing_that_a_person_removed(tmp_path: Path) -> N
     killed(disk, 1, 2)
     shutil.rmtree(disk)
     settings_file.write_text(to_toml(settings(disk).model_copy(update={"promote_in": "agent"})))
-    assert "nothing is left to promote" in run("agent", settings_file, "--once").output
+    result = run("agent", settings_file, "--once")
+    assert "nothing is left to promote" in result.output
+    assert "promoting from" not in result.output
     assert not disk.exists()
+
+
+def test_an_agent_that_cannot_promote_does_not_say_that_it_does(tmp_path: Path) -> None:
+    settings_file = tmp_path / "ckpt.toml"
+    settings_file.write_text(f"[tiers.disk]\nkind = 'posix'\npath = '{tmp_path / 'disk'}'\n")
+    result = run("agent", settings_file)
+    assert result.exit_code == 1
+    assert result.output.startswith("Invalid: an agent promotes from RAM")
 
 
 def test_a_fork_that_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,7 @@ policies = [
             {"tiers": {"disk": {"path": "/d"}}},
             r"tiers\.disk\.kind: is required: one of azure, chfs, gcs, kvstore, lustre, nfs, posix, ram, s3",
         ),
+        ({"tiers": {"disk": {"knd": "posix"}}}, r"tiers\.disk\.kind: is required: .*; `knd` is not a setting"),
         ({"tiers": {"disk": {"kind": "posix"}}}, r"tiers\.disk\.path: is required"),
         ({"tiers": {"disk": 3}}, r"tiers\.disk: should be a table"),
         ({"tiers": 3}, r"tiers: should be one table per tier"),

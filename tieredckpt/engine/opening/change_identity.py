@@ -79,12 +79,13 @@ async def adopt(config: StoreConfig, store: str | None = None) -> tuple[FoundRam
     """
     found = [each for each in await _ram(config) if each.steps and not each.lost]
     places = (await places_of(config)).values()
+    noted = ", ".join(place.location for place in places)
     mine = [each for each in found if (notes([each], places) if store is None else each.store == store)]
     stores = sorted({each.store for each in mine})
     if not stores:
         raise NotFound(
             "no RAM on this machine "
-            + (f"is of store {store}" if store else "notes this place")
+            + (f"is of store {store}" if store else f"notes {noted or 'this place'}")
             + "; `tieredckpt ls --ram` lists what there is"
         )
     async with _tiers(config) as opened:
