@@ -7,13 +7,15 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tieredckpt._arguments import checked_step
 from tieredckpt.blobs.ram.find import FoundRam, find_ram
 from tieredckpt.blobs.ram.folder import ram_root
-from tieredckpt.blobs.ram.owner import Place
-from tieredckpt.blobs.ram.places import places_of
+from tieredckpt.blobs.ram.owner import Place, shares
+from tieredckpt.blobs.ram.places import place_of, places_of
 from tieredckpt.blobs.wrap import Forward, Operation
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.config import StoreConfig, load
@@ -86,7 +88,7 @@ async def copy_steps(
 
     Raises:
         NotFound: there is no such store, or no such step.
-        Invalid: a configuration is wrong, or both stores are in one place.
+        Invalid: a configuration is wrong, or both stores are in one place, or one in the other.
         Conflict: another process writes to the target; or it holds steps of another store, has gone on by itself since
             it was copied, or has steps in RAM alone.
         Corrupt: a chunk is intact nowhere in the source; the array is named. Steps with such chunks are not copied, and
@@ -99,14 +101,26 @@ async def copy_steps(
     there, here = load(source), load(target)
     if not here.slower:
         raise Invalid("a store of RAM alone cannot be copied to: give a folder or a URL, or a configuration with one")
-    if common := {tier.location for tier in there.slower} & {tier.location for tier in here.slower}:
-        raise Invalid(f"both stores are at {', '.join(map(str, common))}; copy to a place of its own")
+    await _refuse_one_place(there, here)
     loop = EngineLoop("tieredckpt copy")
     try:
         return await loop.call(_copy(there, here, numbers, progress))
     finally:
         loop.soon(loop.thread.end)
         await loop.joined()
+
+
+async def _refuse_one_place(there: StoreConfig, here: StoreConfig) -> None:
+    """Raise `Invalid` if a tier of one store is at a place of the other, or in its folder."""
+    for one, other in product(there.slower, here.slower):
+        their, our = await place_of(one), await place_of(other)
+        if their is None or our is None:
+            continue
+        if shares([their], [our]):
+            raise Invalid(f"both stores are at {our.location}; copy to a place of its own")
+        source, target = Path(their.location), Path(our.location)
+        if source.is_absolute() and (source in target.parents or target in source.parents):
+            raise Invalid(f"{source} and {target} lie in each other; copy to a place of its own")
 
 
 async def _copy(

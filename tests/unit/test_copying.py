@@ -301,5 +301,12 @@ async def test_what_cannot_be_copied_is_told(source: StoreConfig, tmp_path: Path
     assert not (tmp_path / "target").exists()
     with pytest.raises(Invalid, match="both stores are at"):
         await copy_steps(source, disk(tmp_path / "source"))
+    (tmp_path / "link").symlink_to(tmp_path / "source")
+    with pytest.raises(Invalid, match="both stores are at"):
+        await copy_steps(source, disk(tmp_path / "link"))
+    for nested in (tmp_path / "source" / "copy", tmp_path / "link" / "copy", tmp_path):
+        with pytest.raises(Invalid, match="lie in each other"):
+            await copy_steps(source, disk(nested))
+    assert not (tmp_path / "source" / "copy").exists()
     with pytest.raises(Invalid, match="RAM alone"):
         await copy_steps(source, {"store": {"name": "mine"}, "tiers": {"ram": {"kind": "ram"}}})
