@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 from obstore import exceptions
@@ -119,9 +120,9 @@ def meaning(error: Exception, what: str, doing: str, *, exclusive: bool) -> Tier
 def without_secrets(error: Exception, secrets: tuple[str, ...]) -> Exception:
     """The same error, without secrets in its text."""
     told, _, debug = str(error).partition(_DETAILS)
-    text = redacted_text(f"{told}{_why_not_sent(debug)}", secrets)
     # Only the code, message and details of a body: its other elements may repeat the request.
-    text = " ".join(_BODY.sub(lambda body: " ".join(_SAID.findall(body[0])), text).split())
+    text = _BODY.sub(lambda body: html.unescape(" ".join(_SAID.findall(body[0]))), f"{told}{_why_not_sent(debug)}")
+    text = " ".join(redacted_text(text, secrets).split())  # a secret may have been escaped
     kind = type(error) if isinstance(error, exceptions.BaseError | FileNotFoundError) else ValueError
     return kind(text)
 

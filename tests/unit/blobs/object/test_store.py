@@ -37,7 +37,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobInfo, BlobStore, ListAtOnce, Survives, Unanswered
 from tieredckpt.blobs.object.client import Client
 from tieredckpt.blobs.object.kind import S3
-from tieredckpt.blobs.object.refusals import meaning
+from tieredckpt.blobs.object.refusals import meaning, without_secrets
 from tieredckpt.blobs.object.store import ObjectStore
 from tieredckpt.blobs.object.throttle import SlowDown
 from tieredckpt.blobs.tier_checkup import check_tier
@@ -377,6 +377,15 @@ async def test_what_a_server_repeats_of_a_request_is_not_shown_and_the_cause_is(
     shown = "".join(traceback.format_exception(raised.value))
     assert "the-token" not in shown
     assert "Debug source" not in shown
+
+
+async def test_what_a_server_says_is_shown_without_the_escapes_of_xml(store: BlobStore, between: Proxy) -> None:
+    body = "<?xml version='1.0'?><Error><Code>Odd</Code><Message>the &quot;key&quot; of a&amp;b</Message></Error>"
+    between.fail("GET", lambda request: request.answer_with(400, body))
+    with pytest.raises(TierUnavailable, match='the "key" of a&b'):
+        await store.get("a", limit=1)
+    escaped = without_secrets(ValueError(body.replace("a&amp;b", "hunt&amp;2")), ("hunt&2",))
+    assert 'the "key" of REDACTED' in str(escaped)
 
 
 @pytest.mark.usefixtures("no_signature")
