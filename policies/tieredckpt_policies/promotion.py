@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tieredckpt.policy import AnyPromotion, Promotion, StepView, StoreView, TierView
+from tieredckpt.policy import AnyPromotion, Promotion, StepView, StoreView, TierView, decided
 from tieredckpt.units import Duration
 
 __all__ = [
@@ -146,7 +146,7 @@ class AnyOf(Promotion):
     policies: Annotated[tuple[AnyPromotion, ...], Field(min_length=1)]
 
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
-        return any(policy.promotes(step, tier, store) for policy in self.policies)
+        return any(decided(policy, policy.promotes(step, tier, store)) for policy in self.policies)
 
 
 class AllOf(Promotion):
@@ -156,7 +156,7 @@ class AllOf(Promotion):
     policies: Annotated[tuple[AnyPromotion, ...], Field(min_length=1)]
 
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
-        return all(policy.promotes(step, tier, store) for policy in self.policies)
+        return all(decided(policy, policy.promotes(step, tier, store)) for policy in self.policies)
 
 
 def _is_newest(step: StepView, store: StoreView) -> bool:

@@ -62,6 +62,7 @@ __all__ = [
     "StepView",
     "StoreView",
     "TierView",
+    "decided",
     "offer",
     "parse",
     "register",
@@ -149,6 +150,13 @@ class Schedule(Policy):
     def due(self, step: int, store: StoreView, observed: Observed) -> bool:
         """Whether the trainer should save, having finished ``step``; a class may state that it `stays_due`."""
         self._unanswered()
+
+
+def decided(policy: Promotion | Schedule, answer: object) -> bool:
+    """The ``answer`` that ``policy`` gave. Raises `TypeError` for None, which is of a method that lacks a `return`."""
+    if answer is None:
+        raise TypeError(f"{policy.kind}: {policy.answer}() gave None, not True or False; does it always `return`?")
+    return bool(answer)
 
 
 QUESTIONS: tuple[type[Policy], ...] = (Promotion, Retention, Eviction, Schedule)

@@ -16,7 +16,7 @@ from tieredckpt.engine.keeping.policies import retained
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.views import numbers
 from tieredckpt.format.manifest import StepId
-from tieredckpt.policy.base import StepView, StoreView, TierView
+from tieredckpt.policy.base import StepView, StoreView, TierView, decided
 
 __all__ = ["can_be_read", "leaving", "next_due", "tier_name"]
 
@@ -71,7 +71,7 @@ def _asks(export: ExportConfig, step: StepView, tier: TierView, view: StoreView)
         Tolerated("the policy `when` of the export %r failed on step %d", export.name, step.step),
         Callback(f"export {export.name!r}: the policy `when`", export.when),
     ):
-        return bool(export.when.promotes(step, tier, view))
+        return decided(export.when, export.when.promotes(step, tier, view))
     return False
 
 

@@ -14,7 +14,7 @@ from tieredckpt._callbacks import Callback, Tolerated
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
-from tieredckpt.policy.base import Observed, Retention, Schedule, StoreView, TierView
+from tieredckpt.policy.base import Observed, Retention, Schedule, StoreView, TierView, decided
 
 __all__ = [
     "any_due",
@@ -50,7 +50,7 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     tier_view = view.tiers[tier.index]
     with Tolerated("a policy of tier %r failed on %s; the step is promoted", tier.name, step):
         with Callback(f"tier {tier.name!r}: promotion policy", tier.config.promote):
-            if not tier.config.promote.promotes(mine, tier_view, view):
+            if not decided(tier.config.promote, tier.config.promote.promotes(mine, tier_view, view)):
                 return False
         newer = takewhile(lambda seen: seen.serial > step.serial, reversed(view.steps))
         if any(seen.on_line and tier.name in seen.tiers for seen in newer):
@@ -192,5 +192,5 @@ def save_is_due(state: State, step: int, after: float | None = None) -> bool:
 def is_wanted(schedule: Schedule, step: int, view: StoreView, observed: Observed) -> bool:
     """The answer of a schedule; if it fails, to save."""
     with Tolerated("the schedule failed at step %d; the step is saved", step), Callback("schedule", schedule):
-        return bool(schedule.due(step, view, observed))
+        return decided(schedule, schedule.due(step, view, observed))
     return True
