@@ -12,6 +12,7 @@ from pathlib import Path
 from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.blobs.ram.owner import Place
 from tieredckpt.blobs.ram.places import place_of, places_of
+from tieredckpt.blobs.wrap import Below
 from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.engine.opening.capacity import refuse_what_cannot_fit
 from tieredckpt.engine.opening.connect import connect, move_to_earlier_place
@@ -21,9 +22,11 @@ from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of
 from tieredckpt.engine.opening.stale import set_stale_apart
 from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, TieredCkptError
 from tieredckpt.events import RamLeftAlone
+from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.marker import StoreMarker
 from tieredckpt.settings import explain
@@ -43,7 +46,8 @@ async def identify(
         found: the RAM that there is on the machines of all ranks; None to look on this one.
         folder: the only RAM that counts, for an agent.
 
-    Raises `Conflict` where the tiers belong to two stores, or a writer's are a copy of another's.
+    Raises `Conflict` where the tiers belong to two stores, or a writer's are a copy of another's, or an exact one has
+    lossy copies alone.
     """
     if not state.read_only:
         _warn_of_mistakes(state)
@@ -59,6 +63,8 @@ async def identify(
     await _correct_markers(state, slower, found)
     await _look_at_earlier_places(state, slower, found)
     choice = _chosen(state, slower, found)
+    if choice.marker is None:
+        await _refuse_derived_alone(slower)
     _take_identity(state, choice, found)
     await asyncio.gather(*(_connect(state, each) for each in slower if each.error is None))
     ram = [_Opening(tier) for tier in state.tiers[:1] if tier.in_memory]
@@ -124,6 +130,24 @@ async def _look_at_earlier_places(state: State, slower: Sequence[_Opening], foun
                     state.identity.places[each.tier.name] = place
         except TieredCkptError as error:
             each.error = error
+
+
+async def _refuse_derived_alone(slower: Sequence[_Opening]) -> None:
+    """Raise `Conflict` for an empty exact tier at whose place derived steps lie, as where two folders were swapped.
+
+    For tiers that tell no identity: of their own store, there would be a marker.
+    """
+    for tier in (each.tier for each in slower if each.seen is not None and not each.tier.derived):
+        try:
+            theirs = await marker_file.read_unless_empty(Below(tier.store, layout.DERIVED))
+        except TieredCkptError:
+            continue  # the tier's own root answered, and is empty
+        if theirs is not None:
+            raise Conflict(
+                f"tier {tier.name!r} at {tier.store.location} holds nothing but lossy copies of steps of store "
+                f"{theirs.store}, in the folder `derived`; name the place of its exact steps (were two tiers "
+                f"swapped?), or give the tier a place of its own"
+            )
 
 
 async def _connect(state: State, opening: _Opening) -> None:

@@ -52,6 +52,24 @@ async def test_a_place_may_have_exact_and_derived_steps_as_two_tiers(tmp_path: P
         assert found.lossy
 
 
+@pytest.mark.parametrize("read_only", [True, False])
+async def test_a_place_with_lossy_copies_of_another_store_alone_is_no_new_store(
+    tmp_path: Path, shared_memory: Path, read_only: bool
+) -> None:
+    """As where the folders of an exact tier and of a lossy one were swapped: it opened, and was empty."""
+    settings_ = lossy_config(tmp_path, shared_memory)
+    async with CheckpointStore.open(settings_) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    for name, other in (("disk", "aside"), ("archive", "disk"), ("aside", "archive")):
+        (tmp_path / name).rename(tmp_path / other)
+    before = files_under(tmp_path)
+    with pytest.raises(Conflict, match=r"tier 'disk' .* holds nothing but lossy copies of steps of store .* swapped"):
+        async with CheckpointStore.open(settings_, read_only=read_only):
+            pass
+    assert files_under(tmp_path) == before
+
+
 async def test_old_packs_of_the_place_are_untouched_when_a_tier_is_given_rules(tmp_path: Path) -> None:
     plain = config({"disk": folder(tmp_path / "disk"), "archive": folder(tmp_path / "archive")})
     async with CheckpointStore.open(plain) as store:
