@@ -42,6 +42,7 @@ def train(path: str, long_after: int | None = None) -> None:
         restored = store.restore(like=jax.eval_shape(initial))  # shapes and dtypes suffice
         state = restored.tree if restored else initial()
         if restored:
+            loss = restored.metrics["loss"]
             print(f"restored step {restored.step}", flush=True)
         for step in range(int(state["step"]) + 1, STEPS + 1):
             state, loss = step_fn(state)

@@ -85,6 +85,7 @@ def test_a_killed_jax_training_that_donates_its_state_ends_with_the_same_bits(tm
     assert killed == ["  step 12 is in RAM", "  killed", "  restored step 12"]
     assert interrupted.startswith("  finished at step 20, loss ")
     assert interrupted == undisturbed
+    assert run("jax_train.py", tmp_path)[-1] == undisturbed  # nothing is left to train
 
 
 def test_a_lost_chfs_is_passed_by_and_caught_up(tmp_path: Path) -> None:

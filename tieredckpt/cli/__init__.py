@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 __all__ = ["main"]
 
 
@@ -13,8 +16,11 @@ def main() -> None:
     from tieredckpt.cli.streams import standard_streams
 
     with standard_streams():
-        from tieredckpt.cli.app import app  # the demo's training runs inside this package, and needs no typer
-        from tieredckpt.cli.ending import ends_in_time
+        try:
+            from tieredckpt.cli.app import app  # the demo's training runs inside this package, and needs no typer
+            from tieredckpt.cli.ending import ends_in_time
 
-        with ends_in_time():
-            app(prog_name="tieredckpt")
+            with ends_in_time():
+                app(prog_name="tieredckpt")
+        except KeyboardInterrupt:  # during the imports, which take a second; later ones become exit code 130 in `app`
+            sys.exit(128 + signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ def run_aside(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return loop.call_blocking(coroutine)
     finally:
+        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:  # interrupted before
+            coroutine.close()
         stopping = threading.Thread(target=loop.stop, name="tieredckpt verb ends", daemon=True)
         stopping.start()
         stopping.join(_LAST_WORK)

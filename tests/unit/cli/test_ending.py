@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import socket
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from tieredckpt import CheckpointStore
+from tieredckpt.cli.aside import run_aside
+from tieredckpt.engine.loop import EngineLoop
 
 PATIENCE = 90.0
 """Only bounds a hang; what must be quicker than a tier's deadline has one of ten minutes."""
@@ -108,3 +111,33 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, silent: socket.socket) 
                 process.send_signal(signal.SIGINT)
                 time.sleep(0.05)
         assert process.returncode == 130
+
+
+INTERRUPTED = """
+import sys
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from tieredckpt.cli import main
+main()
+"""
+
+
+def test_an_interrupt_of_the_imports_is_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
+
+
+def test_an_interrupt_before_a_coroutine_has_begun_leaves_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        raise AssertionError("it must not begin")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineLoop, "call_blocking", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_aside(work())
+    gc.collect()  # a coroutine that was never awaited warns, which is an error
