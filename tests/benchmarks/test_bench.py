@@ -290,6 +290,13 @@ def test_a_turn_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
         run_isolated(Turn, "tieredckpt.bench.turn", tmp_path, partial(spec, workload="nonsense"), timeout=60)
 
 
+def test_a_turn_that_is_killed_for_want_of_memory_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "killed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(Failed, match="want of memory; a smaller `--size`"):
+        run_isolated(Turn, "killed", tmp_path, spec, timeout=60)
+
+
 def test_a_turn_that_hangs_is_ended(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="took more than"):
         run_isolated(Turn, "tieredckpt.bench.turn", tmp_path, spec, timeout=0.01)

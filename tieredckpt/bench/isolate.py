@@ -36,6 +36,8 @@ __all__ = [
     "seats",
 ]
 
+_SILENT = {-signal.SIGKILL: "it was killed, as for want of memory; a smaller `--size` needs less"}
+"""What the exit code of a process that said nothing means."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Settings of the compute loop, see `tieredckpt.bench.compute`. Copies of the frameworks use other threads."""
 _COMPLAINT = 400
@@ -128,7 +130,7 @@ def run_together(module: str, ranks: Sequence[tuple[IsolatedSpec, Sequence[int]]
             if process.returncode:
                 said.seek(0)
                 lines = said.read().decode(errors="replace").strip().splitlines()
-                last = lines[-1] if lines else "without a word"
+                last = lines[-1] if lines else _SILENT.get(process.returncode, "without a word")
                 raise Failed(f"ended with code {process.returncode}: {last[:_COMPLAINT]}")
 
 

@@ -22,7 +22,7 @@ __all__ = ["bench_sweep"]
 
 def bench_sweep(
     folder: Device = Path(),
-    size: Annotated[str, typer.Option(help="The largest state; needs five times as much on the device.")] = "4 GiB",
+    size: Annotated[str, typer.Option(help="The largest state; takes five times as much memory and disk.")] = "4 GiB",
     leaves: Annotated[int, typer.Option(min=1, help="The most leaves.")] = LEAVES[-1],
     steps: Annotated[int, typer.Option(min=1, help="The longest history.")] = STEPS[-1],
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is done.")] = 3,
