@@ -53,6 +53,9 @@ def foreign(error: OSError, path: Path, doing: str) -> TieredCkptError:
             return TierUnavailable(f"{what}; close some, or raise their limit (`ulimit -n`, or the system's)")
         case errno.ENOMEM:
             return TierUnavailable(f"{what}; free memory of this machine, or raise the limit of this process")
+        case errno.EACCES | errno.EPERM:
+            may = "let this user read, write and enter what is there"
+            return TierUnavailable(f"{what}; {may}, or check that the file system is mounted and healthy")
         case errno.EEXIST:
             return Conflict(f"{path} exists already")
         case errno.ELOOP:

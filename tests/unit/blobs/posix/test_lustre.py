@@ -270,6 +270,7 @@ class TestErrors:
             (errno.ENODEV, 1 << 40, TierUnavailable, "may have evicted this client"),
             (errno.ENOTCONN, 1 << 40, TierUnavailable, "may have evicted this client"),
             (errno.EACCES, 1 << 40, TierUnavailable, "mounted and healthy"),
+            (errno.EACCES, 1 << 40, TierUnavailable, "let this user read, write and enter"),
             (errno.ENOENT, 1 << 40, NotFound, "does not exist"),
         ],
     )
