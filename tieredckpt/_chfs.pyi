@@ -37,7 +37,9 @@ class Client:
 
     def remove(self, path: str) -> None: ...
     def remove_folder(self, path: str) -> None: ...
-    def list(self, path: str, replicas: bool = False) -> list[tuple[str, str]]:
-        """(name, kind) of every entry; with ``replicas`` also of those on a server that does not own them."""
+    def list(self, path: str, replicas: bool = False) -> list[tuple[str, str, int, int]]:
+        """Name, kind, bytes of the first CHFS chunk, and mtime in nanoseconds of every entry.
+
+        With ``replicas`` also of those on a server that does not own them."""
 
     def make_folder(self, path: str) -> None: ...

@@ -53,6 +53,8 @@ struct Info {
 struct Entry {
   std::string name;  // one component
   Kind kind = Kind::kObject;
+  std::uint64_t first_chunk = 0;  // bytes of an object's first CHFS chunk; a server does not know the others
+  std::int64_t mtime_ns = 0;      // since the epoch
 };
 
 class Client;
@@ -134,6 +136,10 @@ class Client : public std::enable_shared_from_this<Client> {
   // The entries of a folder, sorted, each once, from every server; a missing folder has none. `all` adds entries on
   // servers that do not own them, such as those written to a ring of another size.
   Status List(const std::string& path, std::function<void(const Entry&)> each, bool all = false);
+
+  // The same for one folder of many, without asking for servers that joined meanwhile, which hold entries too. The
+  // caller calls CheckRing after the last folder.
+  Status ListOneOfMany(const std::string& path, std::function<void(const Entry&)> each, bool all = false);
 
   Status MakeFolder(const std::string& path);  // ancestors included; one that is there is fine
 

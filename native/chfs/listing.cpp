@@ -11,7 +11,7 @@ namespace {
 constexpr mode_t kReplica = mode_t{1} << 30;  // set by a server on entries that belong to another
 
 struct Listing {
-  std::map<std::string, Kind> entries;
+  std::map<std::string, Entry> entries;
   bool all = false;  // also entries that a server holds and does not own
   bool answered = false;
   bool out_of_memory = false;
@@ -25,7 +25,7 @@ int Collect(void* context, const char* name, const struct stat* info, off_t) {
   // A folder belongs to one server; the others hold parts of it, which stay behind when it is removed.
   if (!listing.all && (info->st_mode & kReplica) != 0) return 0;
   try {
-    listing.entries.emplace(entry, KindOf(info->st_mode));
+    listing.entries.emplace(entry, Entry{name, KindOf(info->st_mode), SizeOf(*info), NanosecondsOf(info->st_mtim)});
   } catch (const std::exception&) {  // which must not cross the C of libchfs
     listing.out_of_memory = true;
   }
@@ -39,7 +39,17 @@ Status Client::List(const std::string& path, std::function<void(const Entry&)> e
   return state_->List(path, all, each);
 }
 
+Status Client::ListOneOfMany(const std::string& path, std::function<void(const Entry&)> each, bool all) {
+  if (Status status = CheckPath(path); !status.ok()) return status;
+  return state_->ListOneOfMany(path, all, each);
+}
+
 Status Client::State::List(const std::string& path, bool all, const std::function<void(const Entry&)>& each) {
+  Status status = ListOneOfMany(path, all, each);
+  return status.ok() ? LookAnew() : status;  // servers that joined since hold entries too
+}
+
+Status Client::State::ListOneOfMany(const std::string& path, bool all, const std::function<void(const Entry&)>& each) {
   Listing listing;
   listing.all = all;
   const auto ask = [&](int server) {
@@ -53,10 +63,8 @@ Status Client::State::List(const std::string& path, bool all, const std::functio
     if (Status status = Probe(server); !status.ok()) return status;
     if (Status status = ask(server); !status.ok()) return status;
   }
-  // Servers that joined since hold entries too.
-  if (Status status = LookAnew(); !status.ok()) return status;
   if (listing.out_of_memory) return {Code::kFailed, "CHFS: cannot list " + path + ": out of memory"};
-  for (const auto& [name, kind] : listing.entries) each({name, kind});
+  for (const auto& [_, entry] : listing.entries) each(entry);
   return {};
 }
 

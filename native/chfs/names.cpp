@@ -12,19 +12,9 @@ namespace {
 constexpr mode_t kFolderMode = 0700;
 constexpr std::size_t kLongestTarget = 4095;
 
-std::uint64_t SizeOf(const struct stat& info) { return static_cast<std::uint64_t>(std::max<off_t>(info.st_size, 0)); }
-
 // 0, which no object has, for what libchfs's own type cannot hold.
 std::uint32_t ChunkSizeOf(const struct stat& info) {
   return info.st_blksize > 0 && info.st_blksize <= INT32_MAX ? static_cast<std::uint32_t>(info.st_blksize) : 0;
-}
-
-// 0 for a time that a server made up.
-std::int64_t NanosecondsOf(const struct timespec& time) {
-  std::int64_t nanoseconds = 0;
-  const bool overflow = __builtin_mul_overflow(std::int64_t{time.tv_sec}, 1'000'000'000, &nanoseconds) ||
-                        __builtin_add_overflow(nanoseconds, std::int64_t{time.tv_nsec}, &nanoseconds);
-  return overflow ? 0 : nanoseconds;
 }
 
 }  // namespace

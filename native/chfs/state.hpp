@@ -31,6 +31,11 @@ Status FromErrno(int error, const char* action, const std::string& path);
 // The kind that a mode of CHFS tells; CHFS sets flags of its own above the usual bits.
 Kind KindOf(mode_t mode);
 
+std::uint64_t SizeOf(const struct stat& info);
+
+// 0 for a time that a server made up.
+std::int64_t NanosecondsOf(const struct timespec& time);
+
 // The folder of a path that CheckPath accepts; "/" for the root and what lies in it.
 std::string ParentOf(const std::string& path);
 
@@ -69,8 +74,9 @@ struct Client::State {
   Status RunToTakeRoom(const char* action, const std::string& path, Call call);
 
   // listing.cpp
-  // Calls `each` with every entry. With `all`, these include entries that a server has and does not own.
+  // Both call `each` with every entry. With `all`, these include entries that a server has and does not own.
   Status List(const std::string& path, bool all, const std::function<void(const Entry&)>& each);
+  Status ListOneOfMany(const std::string& path, bool all, const std::function<void(const Entry&)>& each);
 
   // record.cpp
   // Whether a folder has a record, and where its objects lie; kUnavailable if they were written to other servers.

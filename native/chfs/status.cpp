@@ -1,4 +1,5 @@
 // What libchfs's errno means to a caller.
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -53,6 +54,15 @@ Kind KindOf(mode_t mode) {
     default:
       return Kind::kObject;
   }
+}
+
+std::uint64_t SizeOf(const struct stat& info) { return static_cast<std::uint64_t>(std::max<off_t>(info.st_size, 0)); }
+
+std::int64_t NanosecondsOf(const struct timespec& time) {
+  std::int64_t nanoseconds = 0;
+  const bool overflow = __builtin_mul_overflow(std::int64_t{time.tv_sec}, 1'000'000'000, &nanoseconds) ||
+                        __builtin_add_overflow(nanoseconds, std::int64_t{time.tv_nsec}, &nanoseconds);
+  return overflow ? 0 : nanoseconds;
 }
 
 std::string ParentOf(const std::string& path) {

@@ -181,10 +181,12 @@ NB_MODULE(_chfs, module) {
           [](Connection& self, const std::string& path, bool replicas) {
             std::vector<Entry> entries;
             Call([&] {
-              return self.client->List(path, [&](const Entry& entry) { entries.push_back(entry); }, replicas);
+              return self.client->ListOneOfMany(path, [&](const Entry& entry) { entries.push_back(entry); }, replicas);
             });
             nb::list found;
-            for (const Entry& entry : entries) found.append(nb::make_tuple(TextOf(entry.name), NameOf(entry.kind)));
+            for (const Entry& entry : entries) {
+              found.append(nb::make_tuple(TextOf(entry.name), NameOf(entry.kind), entry.first_chunk, entry.mtime_ns));
+            }
             return found;
           },
           nb::arg("path"), nb::arg("replicas") = false)

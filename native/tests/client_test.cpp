@@ -1,7 +1,9 @@
 // The client while every server is alive; the tests also pass with a real CHFS (TEST_CHFS_SERVER).
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <thread>
 
 #include "scene.hpp"
@@ -95,6 +97,22 @@ TEST(folders_list_every_entry_once_and_implied_parents_too) {
   CHECK_OK(client->List(scene.root, [](const Entry& entry) {
     CHECK(entry.kind == (entry.name[0] % 2 == 0 ? Kind::kObject : Kind::kFolder));
   }));
+}
+
+TEST(a_listing_tells_the_first_chunk_and_the_time_of_an_object) {
+  Scene scene;
+  const auto client = scene.Connect();
+  Put(*client, scene.root + "/f/one", RandomBytes(2000, 1), 4096);
+  Put(*client, scene.root + "/f/two", RandomBytes(2000, 2), 1024);
+  Put(*client, scene.root + "/f/empty", "", 1024);
+  const auto check = [&](const Entry& entry) {
+    Info info;
+    CHECK_OK(client->Stat(scene.root + "/f/" + entry.name, &info));
+    CHECK(entry.first_chunk == std::min<std::uint64_t>(info.size, info.chunk_size));
+    CHECK(entry.mtime_ns == info.mtime_ns && entry.mtime_ns > 0);
+  };
+  CHECK_OK(client->List(scene.root + "/f", check));
+  CHECK_OK(client->ListOneOfMany(scene.root + "/f", check));
 }
 
 TEST(a_folder_goes_only_when_it_is_empty_and_is_listed_when_used_again) {

@@ -78,6 +78,16 @@ TEST(a_list_of_a_ring_that_grew_is_unavailable) {
   CHECK_CODE(client->List(scene.root, [](const Entry&) {}), Code::kUnavailable);
 }
 
+TEST(a_list_of_many_folders_of_a_ring_that_grew_is_unavailable_at_its_end) {
+  Scene scene("servers = 3\nlate = 1 2");
+  const auto client = scene.Connect();
+  for (int i = 0; i < 12; ++i) Put(*client, scene.root + "/" + std::to_string(i), "1", 1);
+  scene.Switch(kServers);
+  CHECK_OK(client->ListOneOfMany(scene.root, [](const Entry&) {}));
+  CHECK_CODE(client->CheckRing(), Code::kUnavailable);
+  CHECK_CODE(client->ListOneOfMany(scene.root, [](const Entry&) {}), Code::kUnavailable);
+}
+
 TEST(a_process_that_finds_more_or_fewer_servers_than_wrote_is_told_so) {
   for (const char* others : {"late = 0", "late = 1", "late = 2", "late = 1 2"}) {
     Scene scene(std::string(kServers) + others);

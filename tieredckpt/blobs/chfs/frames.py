@@ -115,7 +115,8 @@ class Stat(_Frame, frozen=True):
 
 
 class ListFolder(_Frame, frozen=True):
-    """The entries of one folder, in several replies. Value: (name, kind) of each.
+    """The entries of one folder, in several replies. Value: (name, kind, bytes of its first CHFS chunk, mtime in
+    nanoseconds) of each.
 
     With ``replicas``, also those that a server holds and does not own, as in a ring of another size.
     """

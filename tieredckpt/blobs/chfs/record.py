@@ -133,7 +133,7 @@ async def _make(link: Link, root: str, entries: Iterable[str]) -> None:
 
 async def _read(link: Link, root: str, *, replicas: bool = False) -> set[str]:
     names = await link.ask(frames.ListFolder(f"{root}/{_FOLDER}", replicas))
-    return {name for name, _ in names if _ENTRY.fullmatch(name)}
+    return {name for name, *_ in names if _ENTRY.fullmatch(name)}
 
 
 def _entries(servers: int, mark: str) -> set[str]:
@@ -158,7 +158,7 @@ async def _steps_elsewhere(link: Link, root: str, entries: Iterable[str]) -> str
         folders.add(root)
     steps: set[int] = set()
     for folder in folders:
-        names = [name for name, _ in await link.ask(frames.ListFolder(f"{folder}/steps", True))]
+        names = [name for name, *_ in await link.ask(frames.ListFolder(f"{folder}/steps", True))]
         parsed = (layout.parse_step_folder(f"{layout.STEPS}{name}/") for name in names)
         steps |= {step[0] for step in parsed if step is not None}
     if not steps:

@@ -22,6 +22,7 @@ from tieredckpt.errors import Closed, Conflict, Corrupt, Invalid, NotFound, Shor
 __all__ = ["ChfsStore"]
 
 _ARENA = 32 << 20
+_FOLDERS_AT_A_TIME = 8
 _STATS_AT_A_TIME = 16
 _SPARE_THREADS = 4  # so that a small call need not wait for a transfer
 _NAMED = 16  # addresses that are shown
@@ -35,6 +36,17 @@ class _Found:
     size: int
     modified: float
     chunk_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry of a folder."""
+
+    key: str
+    kind: str
+    first_chunk: int
+    """Bytes of an object's first CHFS chunk."""
+    modified: float
 
 
 class ChfsStore:
@@ -210,13 +222,13 @@ class ChfsStore:
         check_prefix(prefix)
         folders = [prefix]
         while folders:
-            folder = folders.pop()
+            batch, folders = folders[-_FOLDERS_AT_A_TIME:], folders[:-_FOLDERS_AT_A_TIME]
             async with self._verb() as link:
-                names = [(name, kind) for name, kind in await self._entries(link, folder) if is_key(name)]
-                infos = await self._infos(link, [folder + name for name, kind in names if kind != "folder"])
-                if not folders and all(kind != "folder" for _, kind in names):
+                entries = await self._entries(link, batch)
+                infos = await self._infos(link, [entry for entry in entries if entry.kind == "object"])
+                folders += [f"{entry.key}/" for entry in entries if entry.kind == "folder"]
+                if not folders:
                     await link.ask(frames.CheckRing())  # a lost server would make the list shorter
-            folders += [f"{folder}{name}/" for name, kind in names if kind == "folder"]
             for info in infos:
                 yield info
 
@@ -299,21 +311,29 @@ class ChfsStore:
         if found.size % max(1, found.chunk_size) == 0:
             await link.ask(frames.CheckRing())
 
-    async def _entries(self, link: Link, folder: str) -> Sequence[tuple[str, str]]:
-        path = self._path(folder).rstrip("/") or "/"
-        try:
-            return [(name, kind) for name, kind in await link.ask(frames.ListFolder(path))]
-        except Invalid:
-            return []  # an object, and no folder of any
+    async def _entries(self, link: Link, folders: Sequence[str]) -> Sequence[_Entry]:
+        async def look(folder: str) -> None:
+            path = self._path(folder).rstrip("/") or "/"
+            with suppress(Invalid):  # an object, and no folder of any
+                for name, kind, size, mtime in await link.ask(frames.ListFolder(path)):
+                    if is_key(name):
+                        found.append(_Entry(folder + name, kind, size, mtime / 1e9))
 
-    async def _infos(self, link: Link, keys: Sequence[str]) -> Sequence[BlobInfo]:
-        async def info(key: str) -> None:
+        found: list[_Entry] = []
+        await together(map(look, folders))
+        return found
+
+    async def _infos(self, link: Link, entries: Sequence[_Entry]) -> Sequence[BlobInfo]:
+        async def look(key: str) -> None:
             with suppress(NotFound):  # deleted meanwhile
                 found = await self._object(link, key)
                 infos.append(BlobInfo(key, found.size, found.modified))
 
-        infos: list[BlobInfo] = []
-        await together(map(info, keys), _STATS_AT_A_TIME)
+        # A first chunk that is not full is the whole object, and a chunk of a tier is a multiple of 4 KiB.
+        whole = [entry for entry in entries if entry.first_chunk % ALIGNMENT]
+        infos = [BlobInfo(entry.key, entry.first_chunk, entry.modified) for entry in whole]
+        self._objects |= {self._path(entry.key) for entry in whole}
+        await together((look(entry.key) for entry in entries if not entry.first_chunk % ALIGNMENT), _STATS_AT_A_TIME)
         return infos
 
 
@@ -329,7 +349,7 @@ async def _clean(link: Link, folder: str, age: float, *, root: bool) -> list[str
     entries = await link.ask(frames.ListFolder(folder or "/"))
     if not entries and not root:
         await _remove(link, folder, age)
-    return [f"{folder}/{name}" for name, kind in entries if kind == "folder" and is_key(name)]
+    return [f"{folder}/{name}" for name, kind, *_ in entries if kind == "folder" and is_key(name)]
 
 
 async def _remove(link: Link, folder: str, age: float) -> None:

@@ -40,7 +40,7 @@ class _Folders:
                 paths = {path for server in range(self.servers) for path in self.on[server]}
                 owned = {path for path in paths if path in self._owner(path)}
                 names = {path.removeprefix(f"{folder}/") for path in (paths if replicas else owned)}
-                return [(name, "folder") for name in names if "/" not in name]
+                return [(name, "folder", 0, 0) for name in names if "/" not in name]
         self.before.append(self.copy(self.servers))
         match command:
             case frames.MakeFolder(path):

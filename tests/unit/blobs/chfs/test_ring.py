@@ -175,7 +175,7 @@ async def test_a_link_that_somebody_made_is_no_object(chfs: Any, store: ChfsStor
 async def test_a_sweep_removes_empty_folders_and_no_others(chfs: Any, store: ChfsStore) -> None:
     async def folders(key: str) -> set[str]:
         assert store.link is not None
-        return {name for name, _ in await store.link.ask(frames.ListFolder(f"{chfs.root}{key}"))}
+        return {name for name, *_ in await store.link.ask(frames.ListFolder(f"{chfs.root}{key}"))}
 
     await store.put("steps/1/parts/0", [b"x"])
     await store.put("steps/2/parts/0", [b"y"])
@@ -297,7 +297,7 @@ async def test_the_record_of_many_servers_is_found_though_none_owns_it(
     fewer = stores(servers=2)
     await fewer.connect()
     assert fewer.link is not None
-    owned = {name for name, _ in await fewer.link.ask(frames.ListFolder(f"{chfs.root}/~ring"))}
+    owned = {name for name, *_ in await fewer.link.ask(frames.ListFolder(f"{chfs.root}/~ring"))}
     for path in (chfs.directory / "servers").rglob("~ring/*"):
         if path.name in owned:
             path.rmdir()
