@@ -179,6 +179,39 @@ async def test_a_server_that_comes_back_empty_gives_no_wrong_bytes(shared_memory
             assert_restored(await store.restore(step), tree(step))
 
 
+@pytest.mark.parametrize("empty", ["1", "0 1 2"])
+async def test_what_is_acknowledged_after_servers_lost_their_data_refers_to_nothing_that_is_lost(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: str
+) -> None:
+    if why := missing():
+        pytest.skip(why)
+    limit(monkeypatch, last_retry=0.5)
+    ring = LookalikeServers(tmp_path / "chfs")
+    settings = tiers(ring.tier, shared_memory, tmp_path, retain=KEEP)
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2):  # which share all arrays, as frozen ones are
+            await (await store.save(step, tree(1))).reached("pmem")
+        await store.flush()
+        ring.switch(empty=empty)  # no call meets a server while it is away
+        heard = Heard(store)
+        saved = await store.save(3, tree(1))
+        async with asyncio.timeout(SOON):
+            while True:
+                try:
+                    await saved.reached("pmem")
+                    break
+                except TierUnavailable:
+                    await asyncio.sleep(0.05)
+        only_pmem = config({"pmem": settings.tiers[1]})
+        async with CheckpointStore.open(only_pmem, read_only=True) as reader:
+            assert_restored(await reader.restore(3), tree(1))
+        failed = await heard.first(TierFailed)
+        assert "without what they held" in str(failed.error)
+        await store.flush()
+        for step in (1, 2, 3):
+            assert "pmem" in await store.where(step)
+
+
 async def test_no_save_waits_for_a_server_that_was_killed_while_ram_is_full(
     make: Make, shared_memory: Path, tmp_path: Path
 ) -> None:

@@ -110,6 +110,23 @@ class Connection:
                 await record.write(link, self._root, self._placement)
                 self._placement = replace(self._placement, record="complete")
 
+    async def ensure_kept(self, link: Link) -> None:
+        """Check that no server has lost what it held, by the record. Raises `Outgrown`, `TierUnavailable`.
+
+        Servers that were started again in the same places look as before, and each call that they answer succeeds.
+        """
+        assert self._placement is not None
+        if not await record.is_whole(link, self._root, self._placement):
+            await link.ask(frames.CheckRing())  # beside servers that joined, others own the entries
+            await link.end("servers have lost what they held")
+            raise self._emptied()
+
+    def _emptied(self) -> Outgrown:
+        return Outgrown(
+            f"{self.location}: servers of CHFS have come back without what they held; the tier has to be opened anew, "
+            f"and its steps have to be promoted again"
+        )
+
     async def end(self) -> bool:
         """End the worker, running or starting. Returns whether there was one."""
         if self._starting is not None:
@@ -157,6 +174,8 @@ class Connection:
                 f"{self.location}: CHFS has another number of servers than when the store was opened, {link.servers}, "
                 f"and what it holds lies elsewhere now; it has to be opened anew"
             )
+        if self._placement is not None and self._placement.record == "complete" != found.record:
+            raise self._emptied()
         self._placement, self._placed_at = found, time.monotonic()
 
     async def _until_stable(self, link: Link) -> None:

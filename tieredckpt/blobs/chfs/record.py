@@ -35,7 +35,7 @@ from tieredckpt.concurrency import together
 from tieredckpt.errors import NotFound
 from tieredckpt.format import layout
 
-__all__ = ["Placement", "place", "write"]
+__all__ = ["Placement", "is_whole", "place", "write"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -125,6 +125,11 @@ async def write(link: Link, root: str, placement: Placement) -> None:
     for entry in sorted(found - own, key=lambda entry: (_BEGUN in entry, begun.isdisjoint(_numbers([entry], _MADE)))):
         with suppress(NotFound):  # another writer removed it
             await link.ask(frames.RemoveFolder(f"{root}/{_FOLDER}/{entry}"))
+
+
+async def is_whole(link: Link, root: str, placement: Placement) -> bool:
+    """Whether the servers have all entries of a record that was complete: one that lost its data lacks those it had."""
+    return _entries(link.servers, _IN_ROOT if placement.folder == root else _APART) <= await _read(link, root)
 
 
 async def _make(link: Link, root: str, entries: Iterable[str]) -> None:

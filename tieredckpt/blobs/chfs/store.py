@@ -200,6 +200,8 @@ class ChfsStore:
             # When a server is lost, objects are placed on the smaller ring. An object of as many chunks as there are
             # servers has met each of them; after any other put all servers are asked. That covers the commit of a
             # step, which is small and comes after all of its packs.
+            if nbytes < ALIGNMENT:
+                await self._connection.ensure_kept(link)  # a step must not refer to packs that are lost
             if nbytes < self._chunk_size * link.servers:
                 await link.ask(frames.CheckRing())
 

@@ -206,6 +206,19 @@ async def test_nothing_that_is_put_during_sweeps_gets_lost(store: ChfsStore) -> 
     assert set(await listed(store)) == {f"steps/{number}/1/object" for number in range(6)}
 
 
+@pytest.mark.parametrize("empty", ["0", "1", "2", "0 1 2"])
+async def test_a_commit_is_not_acknowledged_once_a_server_has_lost_its_data(
+    chfs: Any, filled: ChfsStore, stores: Callable[..., ChfsStore], empty: str
+) -> None:
+    chfs.switch(f"empty = {empty}")  # as it answers each call, nothing else tells
+    for _ in range(2):
+        with pytest.raises(Outgrown, match="without what they held"):
+            await filled.put("steps/0000000008-000002/manifest.ocdbt", [b"commit"])
+    again = stores()
+    await again.put("steps/0000000008-000002/manifest.ocdbt", [b"commit"])
+    assert await again.get("steps/0000000008-000002/manifest.ocdbt", limit=6) == b"commit"
+
+
 # -- rings that grow ------------------------------------------------------------------------------------------
 
 
