@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -45,8 +45,8 @@ class _Folder:
     """The RAM of one rank, as it was read."""
 
     commits: _Commits
-    keys: dict[StepId, str] = field(default_factory=dict)
-    """Of the index nodes of each step of which it has a part, readable or not."""
+    keys: dict[StepId, str]
+    """Of the index nodes of each step of which it has a part; empty where that cannot be read."""
 
 
 class RamOfRanks:
@@ -100,7 +100,7 @@ class RamOfRanks:
         for folder, commits in seen.items():
             if not folder.name.startswith(RANK_FOLDER):
                 continue  # RAM of one process has no parts
-            found = folders[folder] = _Folder(commits)
+            found = folders[folder] = _Folder(commits, dict.fromkeys(_steps(folder, commits), ""))
             if (tier := await look_into(state, folder)) is None:
                 continue
             try:
@@ -247,6 +247,11 @@ def _commits(folder: Path) -> _Commits:
     return tuple(found)
 
 
+def _steps(folder: Path, commits: _Commits) -> list[StepId]:
+    found = (layout.parse_step_folder(f"{Path(path).parent.relative_to(folder)}/") for path, *_ in commits)
+    return [StepId(serial, step) for step, serial in filter(None, found)]
+
+
 @contextmanager
 def _unchanged(folder: Path, commits: _Commits) -> Iterator[None]:
     """Hold the lock of a folder meanwhile. Raises `Conflict` where a process writes, or has written, `OSError`."""
@@ -274,5 +279,6 @@ def _take_out(folder: Path, commits: _Commits, step: StepId, btree_key: str) -> 
         retired = Retired(folder)
         retired.take_away(layout.manifest_key(step.step, step.serial), btree_key)
         retired.close()
-        (folder / btree_key).unlink(missing_ok=True)
+        if btree_key:
+            (folder / btree_key).unlink(missing_ok=True)
         return _commits(folder)

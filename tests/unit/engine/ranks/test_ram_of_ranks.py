@@ -262,23 +262,32 @@ async def test_memory_without_a_step_that_can_be_read_is_given_back(place: Ranks
         await until(lambda: not folders(place))
 
 
-async def test_a_part_that_cannot_be_read_for_now_stays(place: RanksPlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    await saved_by_ranks(place, 1)
+@pytest.mark.parametrize("what", ["_part", "look_into"], ids=["a part", "a folder"])
+async def test_what_cannot_be_read_for_now_stays(place: RanksPlace, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    async with place.open(tiers=tiers(place), crashing=True) as ranks:
+        await ranks.reached(await ranks.save(1), "ram")
+        await ranks[0].promote(1, "disk")
+        await ranks.reached(await ranks.save(2), "ram")
 
-    async def fail(*arguments: Any) -> Any:
-        raise TierUnavailable("no file can be opened now")
+    async def fail(*arguments: Any) -> None:
+        if what == "_part":
+            raise TierUnavailable("no file can be opened now")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ram_of_ranks, "_part", fail)
+        patched.setattr(ram_of_ranks, what, fail)
         async with alone(place) as store:
-            assert await store.restore() is None
+            assert_whole(await store.restore(resume=False), 1)
+            await store.flush()
+    assert folders(place) == ["rank-0", "rank-1"]
     async with alone(place, read_only=True) as reader:
         with monkeypatch.context() as patched:
-            patched.setattr(ram_of_ranks, "_part", fail)
-            (manifest,) = place.shared_memory.glob("a/of-test/ram/*/rank-0/steps/*/manifest*")
+            patched.setattr(ram_of_ranks, what, fail)
+            (manifest,) = place.shared_memory.glob("a/of-test/ram/*/rank-0/steps/*-000002/manifest*")
             manifest.touch()  # it reads anew what has changed
-            assert await reader.restore() is None
-        assert_whole(await reader.restore(), 1)
+            assert_whole(await reader.restore(), 1)
+        if what == "look_into":
+            manifest.touch()
+        assert_whole(await reader.restore(), 2)
 
 
 async def test_ram_that_another_process_uses_is_left_alone(place: RanksPlace, caplog: pytest.LogCaptureFixture) -> None:
