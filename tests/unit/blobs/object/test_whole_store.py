@@ -28,7 +28,7 @@ from tieredckpt.errors import Conflict, Invalid, TierUnavailable
 from tieredckpt.events import StepEvicted
 from tieredckpt.units import parse_size
 
-FIRST, EMPTY, LATER, READING, WITH_STEPS, MANY_OBJECTS = 14, 6, 9, 5, 10, 13
+FIRST, EMPTY, LATER, READING, WITH_STEPS, MANY_OBJECTS = 15, 6, 9, 5, 10, 13
 """Requests of an opening: of a new tier; of one that is known and empty; of one with steps, to write and to read; with
 many steps; and where a listing of everything takes several."""
 
