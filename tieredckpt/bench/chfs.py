@@ -191,7 +191,7 @@ async def _tidy(store: ChfsStore, path: str) -> None:
 
 async def _erase(link: Link, path: str) -> None:
     """Remove ``path`` and everything below it; no other process may write there."""
-    for name, kind in await link.ask(frames.ListFolder(path)):
+    for name, kind, *_ in await link.ask(frames.ListFolder(path)):
         below = f"{path}/{name}"
         if kind == "folder":
             await _erase(link, below)

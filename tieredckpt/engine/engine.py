@@ -224,11 +224,13 @@ class Engine:
     async def _reconnect(self, tier: Tier) -> None:
         if tier.ram is not None:
             await tier.disconnect()  # its folder went away, and the slab with it
-        await connect_late(self.state, tier)
+        try:
+            await connect_late(self.state, tier)
+        finally:  # a tier that is full is known as well
+            self.mode.ram_of_ranks.count()  # some of it may be stale, as the tier shows
         if tier is self.state.tiers[0]:
             self.prepare_memory(self._snapshot)
             await self.mode.reopened()
-        await self.mode.ram_of_ranks.look()  # what the tier holds may tell that some of it is stale
 
     async def prepare(self, tree: Any, mesh: Any = None) -> None:
         """Allocate memory for saves of trees like ``tree``, in the background; ``mesh`` as for `match`.

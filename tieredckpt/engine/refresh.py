@@ -121,7 +121,10 @@ class Refresh:
         before = set(first.steps.held)
         await set_stale_apart(state)
         self._left_behind |= before - set(first.steps.held)
-        await self._ram_of_ranks.look()
+        try:
+            await self._ram_of_ranks.look()
+        except TierUnavailable as error:
+            _log.warning("the RAM of ranks on this machine cannot be looked at: %s", error)
         adopt_newest(state)
         state.changed.notify()
 

@@ -43,7 +43,7 @@ async def left(chfs: Path) -> list[str]:
     store = ChfsStore("/a job", server=f"directory:{chfs}", library=str(library()))
     await store.connect()
     assert store.link is not None
-    listed = [name for name, _ in await store.link.ask(frames.ListFolder("/a job"))]
+    listed = [name for name, *_ in await store.link.ask(frames.ListFolder("/a job"))]
     await store.close()
     return listed + [path.name for path in (chfs / "servers").rglob("*") if not path.is_dir()]
 

@@ -112,7 +112,7 @@ class Reading:
 
     async def give_way(self, *, must: bool) -> None:
         """Release the step in RAM for a save, if another tier has it; with ``must`` in any case."""
-        if self._source is None or not self._source.tier.in_memory or self._not_from_ram:
+        if self._source is None or self._source.in_slab is None or self._not_from_ram:
             return
         if not must and self._other_than_ram() is None:
             return

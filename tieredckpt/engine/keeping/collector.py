@@ -82,7 +82,7 @@ class Collector:
     async def evict_unretained(self, tier: Tier) -> None:
         """Evict all steps from RAM that its policy does not retain and that wait for no promotion."""
         await self.evictor.reclaim_unread(tier)
-        for step in leaving(self._state, tier):
+        for step in filter(tier.steps.has_own, leaving(self._state, tier)):
             if not waits_for_promotion(self._state, step, tier):
                 await self.evictor.try_evict(step, tier)
 

@@ -72,6 +72,7 @@ class Alone:
 
     async def reopened(self) -> None:
         """Called after the first tier was connected again."""
+        await self.ram_of_ranks.look()
 
     async def leave(self, *, done: bool, in_order: bool) -> None:
         """Tell the others that this process ends; ``done``: all that was due is done; ``in_order``: it was tried."""

@@ -191,7 +191,8 @@ async def _list_again(tier: Tier, but: Collection[StepId]) -> None:
     for step, each in found.items():
         _apply(tier, step, folders[step], each)
     for step in (tier.steps.held.keys() | tier.steps.damaged.keys()) - committed:
-        tier.steps.drop(step)
+        if tier.steps.has_own(step) or step in tier.steps.damaged:  # not what ranks have in RAM
+            tier.steps.drop(step)
 
 
 def _apply(tier: Tier, step: StepId, files: Mapping[str, BlobInfo], found: Held | TieredCkptError | None) -> None:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from tieredckpt.blobs.base import BlobStore
-from tieredckpt.blobs.ram.folder import RANK_FOLDER
+from tieredckpt.blobs.ram.folder import RANK_FOLDER, folders_in
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.opening.ram import ram_folder
@@ -29,12 +29,15 @@ _log = logging.getLogger("tieredckpt")
 
 
 def folders_of_ranks(state: State, *, but: Collection[int] = ()) -> list[Path]:
-    """The RAM folders of this store on this machine, without those of the ranks ``but``. Blocks."""
+    """The RAM folders of this store on this machine, without those of the ranks ``but``. Blocks.
+
+    Raises `TierUnavailable` if no file can be opened now.
+    """
     if state.config.ram is None or state.identity.marker is None:
         return []
     top = ram_folder(state)
     skipped = {f"{RANK_FOLDER}{rank}" for rank in but}
-    found = [path for path in sorted(top.glob(f"{RANK_FOLDER}*")) if path.name not in skipped and path.is_dir()]
+    found = [path for path in sorted(folders_in(top)) if path.name.startswith(RANK_FOLDER) and path.name not in skipped]
     return [top, *found] if (top / "slab.json").is_file() else found
 
 
@@ -51,7 +54,7 @@ async def look_into(state: State, folder: Path) -> Tier | None:
             marker = await tier.open()
             if marker is not None and state.identity.marker is not None and marker.store == state.identity.marker.store:
                 await scan_tier(tier)
-            if tier.steps.held:
+            if tier.steps.held or tier.steps.damaged:
                 unless_used.pop_all()
                 return tier
         except TieredCkptError as error:

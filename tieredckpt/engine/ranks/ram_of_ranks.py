@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tieredckpt.blobs.ram.folder import RANK_FOLDER, locked, remove
+from tieredckpt.blobs.ram.folder import RANK_FOLDER, folders_in, locked, remove
 from tieredckpt.blobs.ram.reader_locks import Retired
 from tieredckpt.concurrency import being_cancelled, in_thread
+from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.policies import waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
@@ -61,8 +63,8 @@ class RamOfRanks:
         """The steps that are whole in them, stale ones included."""
         self._last = 0
         """The highest serial of a step in them, whole or not."""
-        self._kept: set[StepId] = set()
-        """Steps that could not be taken out, perhaps because another process uses the memory."""
+        self._not_before: dict[StepId | Path, float] = {}
+        """When steps and folders are tried again that could not be taken out or freed (monotonic seconds)."""
         self._seen: Mapping[Path, _Commits] = {}
         """The commits in every folder when these were read last."""
 
@@ -72,6 +74,8 @@ class RamOfRanks:
         """Count a step as held by RAM if all its parts are in RAM folders of this machine, and no more if one has gone.
 
         A stale one does not count: the training has gone on from an older step, elsewhere or in one process.
+
+        Raises `TierUnavailable` if no file can be opened now; what is known stays.
         """
         state, membership = self._state, self._state.membership
         if state.config.ram is None or state.identity.marker is None:
@@ -84,24 +88,25 @@ class RamOfRanks:
                 _warn_beside_agent([folder for folder, commits in seen.items() if commits])
                 return
             if seen != self._seen:
-                self._seen = seen
-                await self._read(seen if seen and not await is_of_a_copy(state) else {})
-            self._count()
+                all_read = await self._read(seen if seen and not await is_of_a_copy(state) else {})
+                self._seen = seen if all_read else {}  # the rest may be read the next time
+            self.count()
 
     def _look(self) -> dict[Path, _Commits]:
-        """The commits in every folder but the one that is open here, which has no part of a step. Blocks."""
-        ram = self._state.tiers[0].ram
-        folders = folders_of_ranks(self._state)
-        return {each: _commits(each) for each in folders if ram is None or str(each) != ram.store.location}
+        """The commits in every folder of a rank. Blocks."""
+        folders = folders_of_ranks(self._state)  # perhaps with that of this process, which has no part of a step
+        return {each: _commits(each) for each in folders if each.name.startswith(RANK_FOLDER)}
 
-    async def _read(self, seen: Mapping[Path, _Commits]) -> None:
-        state, folders = self._state, dict[Path, _Folder]()
+    async def _read(self, seen: Mapping[Path, _Commits]) -> bool:
+        """Find out which steps are whole; returns whether all parts could be read, or are damaged."""
+        state, folders, all_read = self._state, dict[Path, _Folder](), True
         parts: dict[tuple[StepId, str], dict[int, bytes]] = {}
         for folder, commits in seen.items():
-            if not folder.name.startswith(RANK_FOLDER):
-                continue  # RAM of one process has no parts
             found = folders[folder] = _Folder(commits, dict.fromkeys(_steps(folder, commits), ""))
             if (tier := await look_into(state, folder)) is None:
+                if commits:
+                    _log.warning("the RAM of a rank at %s cannot be read", folder)
+                all_read = all_read and not commits
                 continue
             try:
                 for step, held in tuple(tier.steps.held.items()):
@@ -110,8 +115,7 @@ class RamOfRanks:
                         record, part = await _part(state, tier, step)
                     except TieredCkptError as error:
                         _log.warning("%s cannot be read in the RAM of a rank: %s", step, error)
-                        if not isinstance(error, Corrupt | NotFound):
-                            self._seen = {}  # it may be read the next time
+                        all_read = all_read and isinstance(error, Corrupt | NotFound)
                         continue
                     parts.setdefault((step, record.run), {})[record.rank or 0] = part
             finally:
@@ -129,9 +133,11 @@ class RamOfRanks:
                 whole[step] = RamOfRanksStep(step, state.tiers[0], merged, reads, takes_out)
         self._folders, self._whole = folders, whole
         self._last = max((step.serial for found in folders.values() for step in found.keys), default=0)
-        self._kept.clear()
+        self._not_before.clear()
+        return all_read
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Count the steps that are whole and not stale as held, and no others."""
         state, steps = self._state, self._state.tiers[0].steps
         # No save takes the serial of a step that is there, whole or not.
         state.branch.last_serial = max(state.branch.last_serial, self._last)
@@ -172,7 +178,7 @@ class RamOfRanks:
                     await self._evictor.evict(step, self._state.tiers[0])
                 except TieredCkptError as error:
                     _log.info("%s stays in the RAM of ranks: %s", step, error)
-                    self._kept.add(step)
+                    self._put_off(step)
             for folder in self._unused():
                 await self._free(folder)
 
@@ -183,8 +189,10 @@ class RamOfRanks:
             return []
         return [
             step
-            for step in state.ram_of_ranks.keys() - self._kept
-            if first.steps.keeps(step) and not (waits_for_promotion(state, step, first) or why_not(state, step, first))
+            for step in state.ram_of_ranks
+            if self._is_time(step)
+            and first.steps.keeps(step)
+            and not (waits_for_promotion(state, step, first) or why_not(state, step, first))
         ]
 
     def _unused(self) -> list[Path]:
@@ -195,31 +203,42 @@ class RamOfRanks:
         return [
             folder
             for folder, found in self._folders.items()
-            if not any(step in state.ram_of_ranks or why_not(state, step, first) for step in found.keys)
+            if self._is_time(folder)
+            and not any(step in state.ram_of_ranks or why_not(state, step, first) for step in found.keys)
         ]
 
     def _is_overtaken(self) -> bool:
         newest = self._state.branch.newest
         return newest is not None and newest.serial > self._last
 
+    def _put_off(self, what: StepId | Path) -> None:
+        self._not_before[what] = time.monotonic() + limits.in_force.last_retry
+
+    def _is_time(self, what: StepId | Path) -> bool:
+        return time.monotonic() >= self._not_before.get(what, 0.0)
+
     async def _free(self, folder: Path) -> None:
         async with self._guards_folders:
-            if (found := self._folders.pop(folder, None)) is not None:
-                try:
-                    await in_thread(_free, folder, found.commits)
-                except (OSError, TieredCkptError) as error:  # the next look finds it again
-                    _log.info("the RAM of a rank at %s stays: %s", folder, error)
+            if folder not in self._unused():
+                return  # a look has found more there meanwhile, or what was as safe is no more
+            try:
+                await in_thread(_free, folder, self._folders[folder].commits)
+            except (OSError, TieredCkptError) as error:
+                _log.info("the RAM of a rank at %s stays: %s", folder, error)
+                self._put_off(folder)
+            else:
+                del self._folders[folder]
 
     async def _take_out_step(self, step: StepId) -> None:
-        """Take a step out of every folder. Raises `Conflict` where another process uses one, `TierUnavailable`."""
+        """Take a step out of all folders, or of none where another process uses one: `Conflict`, `TierUnavailable`."""
         async with self._guards_folders:
-            for folder, found in self._folders.items():
-                if step not in found.keys:
-                    continue
-                try:
-                    found.commits = await in_thread(_take_out, folder, found.commits, step, found.keys[step])
-                except OSError as error:
-                    raise TierUnavailable(f"{step} cannot be taken out of {folder}: {error.strerror}") from error
+            having = {folder: found for folder, found in self._folders.items() if step in found.keys}
+            try:
+                left = await in_thread(_take_out, having, step)
+            except OSError as error:
+                raise TierUnavailable(f"{step} cannot be taken out of the RAM of ranks: {error.strerror}") from error
+            for folder, found in having.items():
+                found.commits = left[folder]
                 del found.keys[step]
             self._whole.pop(step, None)
 
@@ -240,8 +259,9 @@ def _warn_beside_agent(folders: Collection[Path]) -> None:
 
 def _commits(folder: Path) -> _Commits:
     found = []
-    for manifest in sorted(folder.glob(f"{layout.STEPS}*/{layout.MANIFEST}")):
-        with suppress(OSError):  # it has just been evicted
+    for each in sorted(folders_in(folder / layout.STEPS)):
+        manifest = each / layout.MANIFEST
+        with suppress(OSError):  # there is none, or it has just been evicted
             seen = manifest.stat()
             found.append((str(manifest), seen.st_ino, seen.st_mtime_ns))
     return tuple(found)
@@ -253,11 +273,13 @@ def _steps(folder: Path, commits: _Commits) -> list[StepId]:
 
 
 @contextmanager
-def _unchanged(folder: Path, commits: _Commits) -> Iterator[None]:
-    """Hold the lock of a folder meanwhile. Raises `Conflict` where a process writes, or has written, `OSError`."""
-    with locked([folder]):
-        if _commits(folder) != commits:
-            raise Conflict(f"another process has written to the RAM at {folder} meanwhile")
+def _unchanged(folders: Mapping[Path, _Commits]) -> Iterator[None]:
+    """Hold the locks of folders meanwhile. Raises `Conflict` where a process writes, or has written, `OSError`."""
+    there = [folder for folder in folders if folder.is_dir()]  # to lock one that has gone would make it
+    with locked(there):
+        for folder in there:
+            if _commits(folder) != folders[folder]:
+                raise Conflict(f"another process has written to the RAM at {folder} meanwhile")
         yield
 
 
@@ -266,19 +288,18 @@ def _free(folder: Path, commits: _Commits) -> None:
 
     ``commits`` are those that were there.
     """
-    if folder.is_dir():
-        with _unchanged(folder, commits):
+    with _unchanged({folder: commits}):
+        if folder.is_dir():
             remove(folder)
 
 
-def _take_out(folder: Path, commits: _Commits, step: StepId, btree_key: str) -> _Commits:
-    """Take a step out of the RAM of a rank; returns the commits that are left. Blocks; raises as `_unchanged`."""
-    if not folder.is_dir():
-        return ()
-    with _unchanged(folder, commits):
-        retired = Retired(folder)
-        retired.take_away(layout.manifest_key(step.step, step.serial), btree_key)
-        retired.close()
-        if btree_key:
-            (folder / btree_key).unlink(missing_ok=True)
-        return _commits(folder)
+def _take_out(folders: Mapping[Path, _Folder], step: StepId) -> dict[Path, _Commits]:
+    """Take a step out of the RAM of ranks; returns the commits that are left. Blocks; raises as `_unchanged`."""
+    with _unchanged({folder: found.commits for folder, found in folders.items()}):
+        for folder, found in folders.items():
+            retired = Retired(folder)
+            retired.take_away(layout.manifest_key(step.step, step.serial), found.keys[step])
+            retired.close()
+            if found.keys[step]:
+                (folder / found.keys[step]).unlink(missing_ok=True)
+        return {folder: _commits(folder) for folder in folders}

@@ -127,7 +127,7 @@ class StepSource:
     ) -> AsyncIterator[StepSource]:
         if step in state.deleting:
             raise NotFound(f"{step} is being deleted")
-        merged = chosen or (state.ram_of_ranks.get(step) if only is None else None)
+        merged = chosen or (state.left_by_ranks(step) if only is None else None)
         if merged is not None:
             passing = None if chosen is None else chosen.passing
             async with merged.near() as near:

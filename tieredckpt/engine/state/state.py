@@ -148,6 +148,14 @@ class State:
         steps = self._step_table.views(self.branch.line).waiting(tier.name)
         return [StepId(step.serial, step.step) for step in steps]
 
+    def left_by_ranks(self, step: StepId) -> RamOfRanksStep | None:
+        """A step in the RAM of ranks, unless it is leaving, or another tier has another save under its identity."""
+        found = self.ram_of_ranks.get(step)
+        if found is None or step in self.tiers[0].steps.leaving:
+            return None
+        others = (tier.steps.held[step].record for tier in self.tiers[1:] if step in tier.steps.held)
+        return found if all(other.saved_at == found.index.record.saved_at for other in others) else None
+
     def holders(self, step: StepId) -> list[Tier]:
         """The tiers that hold a step as it was saved, nearest first, those that fail, or do not answer, last."""
         holding = [tier for tier in self.tiers if step in tier.steps.held and not tier.derived]
