@@ -83,14 +83,15 @@ class RamOfRanks:
         if membership.size > 1 or membership.role is Role.AGENT:
             return  # the ranks do it together, and an agent reads its trainer's RAM alone
         async with self._guards_folders:
-            seen = await in_thread(self._look)
-            if membership.role is Role.TRAINER:
-                _warn_beside_agent([folder for folder, commits in seen.items() if commits])
-                return
-            if seen != self._seen:
-                all_read = await self._read(seen if seen and not await is_of_a_copy(state) else {})
-                self._seen = seen if all_read else {}  # the rest may be read the next time
-            self.count()
+            try:
+                seen = await in_thread(self._look)
+                if membership.role is Role.TRAINER:
+                    _warn_beside_agent([folder for folder, commits in seen.items() if commits])
+                elif seen != self._seen:
+                    all_read = await self._read(seen if seen and not await is_of_a_copy(state) else {})
+                    self._seen = seen if all_read else {}  # the rest may be read the next time
+            finally:
+                self.count()
 
     def _look(self) -> dict[Path, _Commits]:
         """The commits in every folder of a rank. Blocks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.ram.folder import locked
 from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.engine import engine
 from tieredckpt.engine.ranks import ram_of_ranks
 from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, NotFound, TierUnavailable
+from tieredckpt.errors import Conflict, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted
 from tieredckpt.format.manifest import StepId
 
@@ -177,6 +180,24 @@ async def overtaken_elsewhere(place: RanksPlace) -> None:
         await store.restore()
         await store.save(2, tree(2))
         await store.promote(2, "disk")
+
+
+async def test_a_late_tier_that_is_full_tells_it_too(place: RanksPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    await overtaken_elsewhere(place)
+    connect_late = engine.connect_late
+
+    async def full(state: State, tier: Tier) -> None:
+        await connect_late(state, tier)
+        raise NoSpace("no space left on device")
+
+    monkeypatch.setattr(engine, "connect_late", full)
+    with faulty_tiers() as faults:
+        faults.refuse("disk")
+        async with alone(place) as store:
+            faults.allow("disk")
+            await until(lambda: bool(store._life.engine.state.tiers[1].steps.held))
+            assert await steps_of(store) == [(1, ("disk",)), (2, ("disk",))]
+            assert_whole(await store.restore(2, resume=False), 2)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -348,6 +369,77 @@ async def test_other_tiers_than_ram_show_a_step_of_ranks_to_tensorstore(place: R
             await store.spec(1, "w")
         await store.promote(1, "disk")
         assert str(place.disk) in str(await store.spec(1, "w"))
+
+
+async def test_a_step_is_taken_out_of_all_folders_or_of_none(place: RanksPlace) -> None:
+    await saved_by_ranks(place, 1, 2)
+    (rank_1,) = place.shared_memory.glob("a/of-test/ram/*/rank-1")
+    async with alone(place) as store:
+        with locked([rank_1]), pytest.raises(Conflict, match="in use"):
+            await store.delete(2, force=True)
+        assert_whole(await store.restore(), 2)
+
+
+async def test_steps_of_ranks_that_stay_keep_none_of_this_process(place: RanksPlace) -> None:
+    await saved_by_ranks(place, 1)
+    (rank_0,) = place.shared_memory.glob("a/of-test/ram/*/rank-0")
+    chosen = tiers(place) | {"ram": ram(place.shared_memory / "a", capacity="auto", retain={"kind": "last_n", "n": 1})}
+    with locked([rank_0]):
+        async with CheckpointStore.open(config(chosen, name="test"), ranks=None) as store:
+            for step in range(2, 12):
+                await store.save(step, tree(step))
+            steps = [step for step, _ in await steps_of(store)]
+            assert steps[0] == 1
+            assert len(steps) < 6  # a save that needs memory lets the older ones go
+
+
+async def test_a_look_that_fails_is_made_again(place: RanksPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    await saved_by_ranks(place, 1)
+    async with alone(place, read_only=True) as reader:
+        assert await steps_of(reader) == [(1, ("ram",))]
+        async with place.open(tiers=tiers(place), crashing=True) as ranks:
+            await ranks.reached(await ranks.save(2), "ram")
+
+        async def fail(state: State) -> bool:
+            raise TierUnavailable("no file can be opened now")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ram_of_ranks, "is_of_a_copy", fail)
+            assert await steps_of(reader) == [(1, ("ram",))]
+        assert await steps_of(reader) == [(1, ("ram",)), (2, ("ram",))]
+
+
+async def test_what_a_look_finds_meanwhile_is_not_freed(place: RanksPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was suspended begins to free memory in which ranks have saved newer steps since."""
+    only_ram = {"ram": tiers(place)["ram"]}
+    async with place.open(tiers=only_ram, crashing=True) as ranks:
+        await ranks.reached(await ranks.save(1), "ram")
+    (rank_1,) = place.shared_memory.glob("a/of-test/ram/*/rank-1")
+    rank_1.rename(aside := rank_1.with_name("elsewhere"))
+    async with CheckpointStore.open(config(only_ram, name="test"), ranks=None) as store:
+        aside.rename(rank_1)
+        async with place.open(tiers=only_ram, crashing=True) as ranks:
+            for step in (2, 3):
+                await ranks.reached(await ranks.save(step), "ram")
+        begun, go_on, look_into = threading.Event(), threading.Event(), ram_of_ranks.look_into
+
+        async def slowly(*arguments: Any) -> Tier | None:
+            begun.set()
+            await asyncio.to_thread(go_on.wait, SOON)
+            return await look_into(*arguments)
+
+        monkeypatch.setattr(ram_of_ranks, "look_into", slowly)
+        mine = store._life.engine.mode.ram_of_ranks
+        looking = asyncio.ensure_future(store._life.loop.call(mine.look()))
+        await until(begun.is_set)
+        await store.save(9, tree(9))
+        await until(lambda: bool(mine._guards_folders._waiters))
+        go_on.set()
+        await looking
+        await store.flush()
+    async with place.open(tiers=only_ram) as ranks:
+        for restored in await ranks.restored():
+            assert_whole(restored, 3)
 
 
 async def test_a_copy_that_other_ranks_use_is_not_said_to_be_deleted(place: RanksPlace) -> None:
