@@ -34,6 +34,9 @@ class Always(Promotion):
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
         return True
 
+    def by_step_alone(self) -> bool:
+        return True
+
 
 class Never(Promotion):
     """No step goes to the tier by itself; ``store.promote`` still takes one there."""
@@ -42,6 +45,9 @@ class Never(Promotion):
 
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
         return False
+
+    def by_step_alone(self) -> bool:
+        return True
 
 
 class EveryNSteps(Promotion):
@@ -53,6 +59,9 @@ class EveryNSteps(Promotion):
 
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
         return step.step % self.n == 0 or (self.first and not store.line_on(tier.name))
+
+    def by_step_alone(self) -> bool:
+        return not self.first
 
 
 class Every(Promotion):
@@ -148,6 +157,9 @@ class AnyOf(Promotion):
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
         return any(decided(policy, policy.promotes(step, tier, store)) for policy in self.policies)
 
+    def by_step_alone(self) -> bool:
+        return all(policy.by_step_alone() for policy in self.policies)
+
 
 class AllOf(Promotion):
     """A step goes to the tier when each of ``policies`` says so."""
@@ -157,6 +169,9 @@ class AllOf(Promotion):
 
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
         return all(decided(policy, policy.promotes(step, tier, store)) for policy in self.policies)
+
+    def by_step_alone(self) -> bool:
+        return all(policy.by_step_alone() for policy in self.policies)
 
 
 def _is_newest(step: StepView, store: StoreView) -> bool:

@@ -228,7 +228,7 @@ class World(State):
         """The step to promote next: the newest that is due."""
         if not tier.index or not tier.healthy:
             return None
-        for step in reversed(self.waiting(tier)):
+        for step in self.waiting(tier):
             if step not in tier.steps.tombstones:
                 self.asked += 1
                 if is_due(self, step, tier, self.view()):

@@ -108,6 +108,13 @@ class Promotion(Policy):
         """Whether ``step``, committed on a nearer tier, is copied to ``tier``."""
         self._unanswered()
 
+    def by_step_alone(self) -> bool:
+        """Whether the answer depends only on the step's number, serial, ``saved_at``, ``nbytes`` and metrics.
+
+        A step that such a policy refuses is not asked about at every change of the store.
+        """
+        return False
+
 
 class Retention(Policy):
     """Which steps stay on this tier?"""

@@ -185,8 +185,13 @@ class Listing:
         return self._list("line" if line else "on", tier)
 
     def waiting(self, tier: str) -> ByAge:
-        """The steps, none of them off-branch, that a nearer tier holds and this one does not."""
+        """The steps, none of them off-branch or `refused`, that a nearer tier holds and this one does not."""
         return self._list("waiting", tier)
+
+    def refused(self, tier: str, step: Age) -> Listing:
+        """A copy in which a step does not wait for a tier, until the step changes."""
+        waiting = self.waiting(tier).changed({step: None})
+        return Listing(self._names, {**self._lists, ("waiting", tier): waiting})
 
 
 class StepViews(Sequence[StepView]):

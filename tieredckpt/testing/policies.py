@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -180,6 +181,17 @@ class PolicyTests:
                 else:
                     assert isinstance(answer, list)
                     assert sorted(answer) == held
+
+    @_many
+    @given(store=store_views(), other=store_views())
+    def test_an_answer_by_the_step_alone_is_the_same_in_another_store(self, store: StoreView, other: StoreView) -> None:
+        for policy in self.policies:
+            if isinstance(policy, Promotion) and policy.by_step_alone():
+                note(repr(policy))
+                for step in store.steps:
+                    elsewhere = replace(step, age=step.age + 1, tiers=(), on_line=not step.on_line, replicas=2)
+                    given_answers = {policy.promotes(step, tier, store) for tier in store.tiers}
+                    assert {policy.promotes(elsewhere, tier, other) for tier in other.tiers} == given_answers
 
     def test_it_never_proposes_to_lose_everything(self) -> None:
         """A retention keeps some steps of a tier with every number and metric: others are not configured."""

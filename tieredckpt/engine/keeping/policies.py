@@ -37,21 +37,25 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     retain it, for another process may have let it go. Without a ``view``, policies see a store at rest: it is asked
     whether the step will be due when the promotions under way have ended.
     """
-    gone = step in tier.steps.tombstones or step in tier.steps.deletions
-    mended = not tier.in_memory and step in tier.steps.to_mend()
-    if (step in tier.steps.held and not mended) or gone or not state.on_line(step.serial):
+    steps = tier.steps
+    mended = (step in steps.damaged or step in steps.impaired) and not tier.in_memory
+    if (step in steps.held and not mended) or step in steps.tombstones or step in steps.deletions:
         return False
     others = state.tiers if mended else state.tiers[: tier.index]  # from wherever it is
     if not any(each.steps.has_good(step) for each in others):
         return False
     view = view or state.view(at_rest=True)
-    if (mine := view.find(step)) is None:
+    if (mine := view.find(step)) is None or not mine.on_line:
         return False
     tier_view = view.tiers[tier.index]
     with Tolerated("a policy of tier %r failed on %s; the step is promoted", tier.name, step):
         with Callback(f"tier {tier.name!r}: promotion policy", tier.config.promote):
-            if not decided(tier.config.promote, tier.config.promote.promotes(mine, tier_view, view)):
-                return False
+            promotes = decided(tier.config.promote, tier.config.promote.promotes(mine, tier_view, view))
+            for_good = not promotes and tier.config.promote.by_step_alone()
+        if for_good:
+            state.refuse(step, tier)
+        if not promotes:
+            return False
         newer = takewhile(lambda seen: seen.serial > step.serial, reversed(view.steps))
         if any(seen.on_line and tier.name in seen.tiers for seen in newer):
             if tier.config.retain.retains_all:

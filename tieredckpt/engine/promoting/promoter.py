@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,8 +79,13 @@ class Promoter:
         if self.tier.in_memory:
             return None
         view = state.view(at_rest=at_rest)
-        waiting = {*state.waiting(self.tier), *self.tier.steps.to_mend()} - self.stuck.keys()
-        return next((step for step in sorted(waiting, reverse=True) if is_due(state, step, self.tier, view)), None)
+        waiting: Iterable[StepId] = state.waiting(self.tier)
+        if mending := self.tier.steps.to_mend():
+            waiting = sorted({*waiting, *mending}, reverse=True)
+        for step in waiting:
+            if step not in self.stuck and is_due(state, step, self.tier, view):
+                return step
+        return None
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
@@ -229,7 +234,7 @@ class Promoter:
 
     def _set_aside_what_ranks_have(self, error: RanksUnavailable) -> None:
         view = self._state.view()
-        for step in (self._state.tiers[0].steps.held.keys() & self._state.waiting(self.tier)) - self.stuck.keys():
+        for step in (self._state.tiers[0].steps.held.keys() & {*self._state.waiting(self.tier)}) - self.stuck.keys():
             if is_due(self._state, step, self.tier, view):
                 self._set_aside(step, error)
 

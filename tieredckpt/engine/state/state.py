@@ -143,10 +143,14 @@ class State:
         """Every step that some tier holds, by age; not to be changed. From any thread."""
         return self._step_table.records(self.branch.line)
 
-    def waiting(self, tier: Tier) -> list[StepId]:
-        """The steps of the branch that a nearer tier holds and ``tier`` does not, by age."""
+    def waiting(self, tier: Tier) -> Iterator[StepId]:
+        """The steps of the branch that a nearer tier holds and ``tier`` does not, and that may be due, newest first."""
         steps = self._step_table.views(self.branch.line).waiting(tier.name)
-        return [StepId(step.serial, step.step) for step in steps]
+        return (StepId(step.serial, step.step) for step in reversed(steps))
+
+    def refuse(self, step: StepId, tier: Tier) -> None:
+        """Note that a step that is `waiting` is not due on a tier, whatever else changes."""
+        self._step_table.refuse(step, tier.name)
 
     def left_by_ranks(self, step: StepId) -> RamOfRanksStep | None:
         """A step in the RAM of ranks, unless it is leaving, or another tier has another save under its identity."""

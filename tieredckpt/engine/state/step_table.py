@@ -6,8 +6,9 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from itertools import takewhile, zip_longest
+from typing import Protocol
 
-from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.engine.tier.steps import Steps
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.policy.steps import Listing, StepView
 
@@ -15,6 +16,16 @@ __all__ = ["Line", "StepTable", "on"]
 
 Line = tuple[tuple[int, int], ...]
 """Serials, as inclusive ranges that ascend."""
+
+
+class Holding(Protocol):
+    """Holds steps: a tier, or what policies see as one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def steps(self) -> Steps: ...
 
 
 class StepTable:
@@ -25,7 +36,7 @@ class StepTable:
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], describe: Callable[[StepId, StepRecord, tuple[str, ...], bool], StepView]
+        self, tiers: Sequence[Holding], describe: Callable[[StepId, StepRecord, tuple[str, ...], bool], StepView]
     ) -> None:
         self._tiers = tiers
         self._describe = describe
@@ -49,6 +60,14 @@ class StepTable:
     def records(self, line: Line) -> dict[StepId, StepRecord]:
         """The records of the same steps, by age; never changed."""
         return self._renewed(line, records=True)[1]
+
+    def refuse(self, step: StepId, tier: str) -> None:
+        """List a step no longer as waiting for a tier, until the step comes, goes, or changes."""
+        if self._guards_table.acquire(blocking=False):  # else it is asked about once more
+            try:
+                self._views = self._views.refused(tier, step)
+            finally:
+                self._guards_table.release()
 
     def _renewed(self, line: Line, *, records: bool = False) -> tuple[Listing, dict[StepId, StepRecord]]:
         """What this table has as of now, the records only if they are asked for."""
