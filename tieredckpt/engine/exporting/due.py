@@ -6,19 +6,25 @@ Policies of promotion and retention answer both, for they see an export as one m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections import UserDict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
 
 from tieredckpt._callbacks import Callback, Tolerated
 from tieredckpt.config.exports import ExportConfig
 from tieredckpt.engine.exporting.places import Record
 from tieredckpt.engine.keeping.policies import retained
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.state.views import numbers
-from tieredckpt.format.manifest import StepId
-from tieredckpt.policy.base import StepView, StoreView, TierView, decided
+from tieredckpt.engine.state.step_table import StepTable
+from tieredckpt.engine.state.views import step_view, store_view
+from tieredckpt.engine.tier.steps import Held, Steps
+from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.structure import DictNode
+from tieredckpt.policy.base import StoreView, TierView, decided
+from tieredckpt.policy.steps import Listing
 
-__all__ = ["can_be_read", "leaving", "next_due", "tier_name"]
+__all__ = ["Exported", "leaving", "next_due", "tier_name"]
 
 
 def tier_name(export: ExportConfig) -> str:
@@ -26,13 +32,108 @@ def tier_name(export: ExportConfig) -> str:
     return f"exports.{export.name}"
 
 
-def can_be_read(state: State, step: StepId) -> bool:
-    """Whether this process can read all of a step: of several ranks, on a tier that all of them see."""
-    return any(step in tier.steps.held and (tier.shared or state.membership.size == 1) for tier in state.tiers)
+@dataclass(frozen=True, slots=True)
+class _Tier:
+    """An export as the tier that policies see."""
+
+    name: str
+    steps: Steps = field(default_factory=Steps)
+
+
+class Exported(UserDict[int, Record]):
+    """The exports of one table ``[exports.NAME]``, by step, and the store as it is with them.
+
+    Args:
+        state: of the engine.
+        export: which.
+    """
+
+    def __init__(self, state: State, export: ExportConfig) -> None:
+        super().__init__()
+        self._state, self._export = state, export
+        there, wanted = _Tier(tier_name(export)), _Tier(tier_name(export))
+        self._held, self._wanted = there.steps.held, wanted.steps.held
+        """The exports, and these with the steps that ``when`` has asked for."""
+        self._table, self._with_wanted = (StepTable((*state.tiers, each), step_view) for each in (there, wanted))
+
+    def __setitem__(self, step: int, record: Record) -> None:
+        self.pop(step, None)  # of an earlier save
+        super().__setitem__(step, record)
+        self._held[StepId(record.serial, record.step)] = Held(_as_step(record), "")
+
+    def __delitem__(self, step: int) -> None:
+        record = self[step]
+        super().__delitem__(step)
+        del self._held[StepId(record.serial, record.step)]
+
+    def view(self) -> StoreView:
+        """The store with the export as a further tier."""
+        return self._view(self._table)
+
+    def _view(self, table: StepTable) -> StoreView:
+        state, last = self._state, _tier_view(self._state, self._export, busy=False)
+        tiers = (*(state.tier_view(tier, at_rest=True) for tier in state.tiers), last)
+        return store_view(table.views(state.branch.line), tiers, state.tiers[0], state.membership, state.observation)
+
+    def waiting(self, without: Collection[StepId]) -> Iterator[StepId]:
+        """The steps of the branch that may be exported, newest first; several may have one number."""
+        readable = self._readable()
+        for step in reversed(self._listing().waiting(tier_name(self._export))):
+            found = StepId(step.serial, step.step)
+            exported = step.step in self and self[step.step].serial > step.serial
+            if not exported and found not in without and not readable.isdisjoint(step.tiers):
+                yield found
+
+    def newest(self, without: Collection[StepId]) -> dict[int, int]:
+        """By number, the serial of the newest step that is `waiting` or that ``when`` has refused."""
+        readable = self._readable()
+        return {
+            step.step: step.serial
+            for step in self._listing().steps
+            if step.on_line and not readable.isdisjoint(step.tiers) and StepId(step.serial, step.step) not in without
+        }
+
+    def _listing(self) -> Listing:
+        return self._table.views(self._state.branch.line)
+
+    def _readable(self) -> set[str]:
+        """The tiers from which this process can read all of a step: of several ranks, those that all of them see."""
+        state = self._state
+        return {tier.name for tier in state.tiers if tier.shared or state.membership.size == 1}
+
+    def asks(self, step: StepId, tier: TierView, view: StoreView) -> bool:
+        """Whether ``when`` asks for a step that is `waiting`."""
+        when = self._export.when
+        if step in self._wanted and self._wanted[step] is self._nearest(step) and when.by_step_alone():
+            return True  # as before
+        with (
+            Tolerated("the policy `when` of the export %r failed on step %d", self._export.name, step.step),
+            Callback(f"export {self._export.name!r}: the policy `when`", when),
+        ):
+            seen = view.find(step)
+            assert seen is not None
+            asks = decided(when, when.promotes(seen, tier, view))
+            if not asks and when.by_step_alone():
+                self._table.refuse(step, tier.name)
+            return asks
+        return False
+
+    def view_with(self, wanted: Iterable[StepId]) -> StoreView:
+        """The store as it would be if these steps had been exported, too."""
+        would = {**{step: self._nearest(step) for step in wanted}, **self._held}
+        for step in self._wanted.keys() - would.keys():
+            del self._wanted[step]
+        for step, held in would.items():
+            if self._wanted.get(step) is not held:
+                self._wanted[step] = held
+        return self._view(self._with_wanted)
+
+    def _nearest(self, step: StepId) -> Held:
+        return next(held for tier in self._state.tiers if (held := tier.steps.held.get(step)) is not None)
 
 
 def next_due(
-    state: State, export: ExportConfig, there: Mapping[int, Record], without: Collection[StepId], *, busy: bool
+    state: State, export: ExportConfig, there: Exported, without: Collection[StepId], *, busy: bool
 ) -> StepId | None:
     """The newest step that is to be exported: on the branch, held, not exported, and wanted.
 
@@ -42,57 +143,44 @@ def next_due(
     Args:
         state: of the engine.
         export: which.
-        there: what was exported, by step.
+        there: what was exported.
         without: steps that cannot be exported.
         busy: whether an export is under way.
     """
-    waiting = [step for step in state.records() if step not in without and state.on_line(step.serial)]
-    waiting = [step for step in waiting if step.step not in there or there[step.step].serial < step.serial]
-    waiting = [step for step in waiting if can_be_read(state, step)]
-    if not waiting:
+    view, tier = there.view(), _tier_view(state, export, busy=busy)
+    newest = cache(lambda: there.newest(without))
+    asked_for = (
+        step
+        for step in there.waiting(without)
+        if there.asks(step, tier, view) and newest()[step.step] == step.serial  # and is not saved anew
+    )
+    if export.keep.retains_all:
+        return next(asked_for, None)
+    wanted = list(asked_for)
+    if not wanted:
         return None
-    view = _view(state, export, there)
-    tier = _tier_view(state, export, busy=busy)
-    newest: dict[int, int] = {}
-    for step in waiting:
-        newest[step.step] = max(step.serial, newest.get(step.step, 0))
-    serials = {step.serial: step for step in waiting if step.serial == newest[step.step]}
-    places = [place for place, seen in enumerate(view.steps) if seen.serial in serials]
-    wanted = [place for place in places if _asks(export, view.steps[place], tier, view)]
-    for place in reversed(_staying(export, wanted, tier, view)):
-        if _staying(export, [place], tier, view):
-            return serials[view.steps[place].serial]
+    kept = _staying(export, tier, there.view_with(wanted))
+    for step in wanted:
+        seen = view.find(step) if step.serial in kept else None
+        if seen is not None and step.serial in _staying(export, tier, view.with_copy(seen, tier.name)):
+            return step
     return None
 
 
-def _asks(export: ExportConfig, step: StepView, tier: TierView, view: StoreView) -> bool:
-    """Whether ``when`` asks for a step."""
-    with (
-        Tolerated("the policy `when` of the export %r failed on step %d", export.name, step.step),
-        Callback(f"export {export.name!r}: the policy `when`", export.when),
-    ):
-        return decided(export.when, export.when.promotes(step, tier, view))
-    return False
-
-
-def _staying(export: ExportConfig, places: Sequence[int], tier: TierView, view: StoreView) -> list[int]:
-    """Those of the places in ``view.steps`` that ``keep`` would keep if all of them were exported."""
-    if not places:
-        return []
-    steps = list(view.steps)
-    for place in places:
-        steps[place] = replace(steps[place], tiers=(*steps[place].tiers, tier.name))
+def _staying(export: ExportConfig, tier: TierView, view: StoreView) -> frozenset[int]:
+    """Serials of the steps that ``keep`` would keep in such a store."""
     with Tolerated("the policy `keep` of the export %r failed; nothing is exported", export.name):
-        kept = _kept(export, tier, replace(view, steps=tuple(steps)))
-        return [place for place in places if steps[place].serial in kept]
-    return []
+        return _kept(export, tier, view)
+    return frozenset()
 
 
-def leaving(state: State, export: ExportConfig, there: Mapping[int, Record]) -> list[Record]:
+def leaving(state: State, export: ExportConfig, there: Exported) -> list[Record]:
     """The exports that ``keep`` lets go; none if it raises."""
+    if export.keep.retains_all:
+        return []
     tier = _tier_view(state, export, busy=False)
     with Tolerated("the policy `keep` of the export %r failed; no export is deleted", export.name):
-        kept = _kept(export, tier, _view(state, export, there))
+        kept = _kept(export, tier, there.view())
         return [record for record in there.values() if record.serial not in kept]
     return []
 
@@ -101,30 +189,21 @@ def _kept(export: ExportConfig, tier: TierView, view: StoreView) -> frozenset[in
     return retained(f"export {export.name!r}: the policy `keep`", export.keep, tier, view)
 
 
-def _view(state: State, export: ExportConfig, there: Mapping[int, Record]) -> StoreView:
-    """The store with the export as a further tier."""
-    view, name = state.view(at_rest=True), tier_name(export)
-    exported = {record.serial: record for record in there.values()}
-    steps = [
-        replace(step, tiers=(*step.tiers, name)) if exported.pop(step.serial, None) is not None else step
-        for step in view.steps
-    ]
-    steps += [
-        StepView(
-            step=record.step,
-            serial=record.serial,
-            saved_at=record.saved_at,
-            age=max(0.0, view.now - record.saved_at),
-            nbytes=record.nbytes,
-            metrics=numbers(record.metrics),
-            tiers=(name,),
-            on_line=state.on_line(record.serial),
-        )
-        for record in exported.values()
-    ]
-    steps.sort(key=lambda step: step.serial)
-    tiers = (*view.tiers, _tier_view(state, export, busy=False))
-    return replace(view, steps=tuple(steps), tiers=tiers)
+def _as_step(record: Record) -> StepRecord:
+    """The step of an export, which the tiers may have let go, as policies see it."""
+    return StepRecord(
+        store=record.store,
+        step=record.step,
+        serial=record.serial,
+        line=(),
+        restored_from=None,
+        saved_at=record.saved_at,
+        nbytes=record.nbytes,
+        metrics=record.metrics,
+        provenance={},
+        policy={},
+        structure=DictNode([], []),
+    )
 
 
 def _tier_view(state: State, export: ExportConfig, *, busy: bool) -> TierView:

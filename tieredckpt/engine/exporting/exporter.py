@@ -62,8 +62,9 @@ class _Export:
     config: ExportConfig
     format: Format
     place: Place
-    there: dict[int, Record] | None = None
-    """What is exported, by step; None before the place was looked at."""
+    exported: due.Exported
+    there: due.Exported | None = None
+    """What is exported; None before the place was looked at."""
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that cannot be exported, whatever time passes."""
     told: set[StepId] = field(default_factory=set)
@@ -92,7 +93,10 @@ class Exporter:
         self._inventory = Inventory(state)
         self._blocks: Blocks | None = None
         """Memory that one export after the other uses."""
-        self._exports = [_Export(each, format_named(each.format), _place_of(state, each)) for each in exports]
+        self._exports = [
+            _Export(each, format_named(each.format), _place_of(state, each), due.Exported(state, each))
+            for each in exports
+        ]
         self._rests = 0
         """How often nothing was found due, or everything that is due has failed."""
         self._waiters = 0
@@ -155,13 +159,17 @@ class Exporter:
             return
         try:
             mine = self._state.identity.marker.store
-            found = {step: each for step, each in (await export.place.exported()).items() if each.store == mine}
-            leaving, steps = due.leaving(self._state, export.config, found), self._state.records()
-            for record in found.values():
+            found, there = await export.place.exported(), export.exported
+            there.clear()
+            there.update({step: each for step, each in found.items() if each.store == mine})
+            leaving, steps = due.leaving(self._state, export.config, there), self._state.records()
+            for record in tuple(there.values()):
                 # Readers may find one that lacks its record alone: it stays if it can neither be made again nor go.
                 if not record.complete and (record in leaving or StepId(record.serial, record.step) in steps):
                     await export.place.delete(record)
-            export.there = {step: each for step, each in found.items() if each.complete}
+                if not record.complete:
+                    del there[record.step]
+            export.there = there
         except TieredCkptError as error:
             self._failed(export, None, error)
         except Exception as error:

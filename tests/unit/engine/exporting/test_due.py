@@ -6,12 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.records import first_record
 
-from tieredckpt.config import ExportConfig
+from tieredckpt.config import ExportConfig, PosixTier
 from tieredckpt.engine.exporting import due
 from tieredckpt.engine.exporting.places import Record
-from tieredckpt.format.manifest import StepId
-from tieredckpt.policy.base import StepView, StoreView
+from tieredckpt.engine.state.branch import Branch
+from tieredckpt.engine.state.membership import Membership
+from tieredckpt.engine.state.observation import Observation
+from tieredckpt.engine.state.views import tier_view
+from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.tier import Tier
 
 NAME = "hf"
 
@@ -21,30 +26,29 @@ def record(step: int) -> Record:
     return Record(step=step, serial=step, metrics={}, **about)  # type: ignore[arg-type]
 
 
+async def _nowhere() -> Any:
+    raise AssertionError("this tier has no blob store")
+
+
 def store_of(steps: dict[int, float]) -> Any:
     """The engine's state with steps of these losses on one tier."""
-    ids = [StepId(step, step) for step in steps]
-    views = tuple(
-        StepView(
-            step=step,
-            serial=step,
-            saved_at=0.0,
-            age=0.0,
-            nbytes=1,
-            metrics={"loss": loss},
-            tiers=("ram",),
-            on_line=True,
-        )
-        for step, loss in steps.items()
-    )
-    tier = SimpleNamespace(steps=SimpleNamespace(held=set(ids)), shared=False)
+    tier = Tier("ram", 0, PosixTier(name="ram", path="/nowhere"), _nowhere)
+    for step, loss in steps.items():
+        held = first_record(None, step=step, serial=step, nbytes=1, metrics={"loss": loss})
+        tier.steps.held[held.id] = Held(held, "")
     return SimpleNamespace(
-        records=lambda: dict.fromkeys(ids),
-        on_line=lambda serial: True,
-        tiers=[tier],
-        membership=SimpleNamespace(size=1),
-        view=lambda at_rest: StoreView(0.0, views, (), frozenset()),
+        tiers=(tier,),
+        branch=Branch(line=((1, max(steps)),)),
+        membership=Membership(),
+        observation=Observation(),
+        tier_view=tier_view,
     )
+
+
+def exported(state: Any, export: ExportConfig, there: dict[int, Record] | None = None) -> due.Exported:
+    found = due.Exported(state, export)
+    found.update(there or {})
+    return found
 
 
 def export_of(**settings: Any) -> ExportConfig:
@@ -53,7 +57,7 @@ def export_of(**settings: Any) -> ExportConfig:
 
 def order(state: Any, export: ExportConfig, there: dict[int, Record] | None = None) -> list[int]:
     """The steps that are exported, one after the other."""
-    found = dict(there or {})
+    found = exported(state, export, there)
     made = []
     while (step := due.next_due(state, export, found, (), busy=False)) is not None:
         found[step.step] = record(step.step)
@@ -79,7 +83,7 @@ def test_policies_are_asked_once_about_each_step_however_many_are_held(monkeypat
     counted(export.when, "promotes")
     counted(export.keep, "retains")
     state = store_of(dict.fromkeys(range(1, 301), 1.0))
-    there = {step: record(step) for step in (299, 300)}
+    there = exported(state, export, {step: record(step) for step in (299, 300)})
     assert due.next_due(state, export, there, (), busy=False) is None
     assert calls["promotes"] <= 300
     assert calls["retains"] <= 2
