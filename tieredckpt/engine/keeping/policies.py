@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
-from itertools import takewhile
 
 from tieredckpt._callbacks import Callback, Tolerated
 from tieredckpt.engine.state.state import State
@@ -56,8 +55,8 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
             state.refuse(step, tier)
         if not promotes:
             return False
-        newer = takewhile(lambda seen: seen.serial > step.serial, reversed(view.steps))
-        if any(seen.on_line and tier.name in seen.tiers for seen in newer):
+        newest = next(reversed(view.line_on(tier.name)), None)
+        if newest is not None and newest.serial > step.serial:
             if tier.config.retain.retains_all:
                 return True
             return step.serial in _retained(tier, tier_view, view.with_copy(mine, tier.name))
