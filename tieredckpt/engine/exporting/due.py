@@ -90,7 +90,9 @@ class Exported(UserDict[int, Record]):
         return {
             step.step: step.serial
             for step in self._listing().steps
-            if step.on_line and not readable.isdisjoint(step.tiers) and StepId(step.serial, step.step) not in without
+            if step.on_line
+            and not readable.isdisjoint(step.tiers)
+            and not (without and StepId(step.serial, step.step) in without)
         }
 
     def _listing(self) -> Listing:
