@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tieredckpt.policy import AnyPromotion, Promotion, StepView, StoreView, TierView, decided
+from tieredckpt.policy import AnyPromotion, Promotion, StepView, StoreView, TierView, answers_for_good, decided
 from tieredckpt.units import Duration
 
 __all__ = [
@@ -158,7 +158,7 @@ class AnyOf(Promotion):
         return any(decided(policy, policy.promotes(step, tier, store)) for policy in self.policies)
 
     def by_step_alone(self) -> bool:
-        return all(policy.by_step_alone() for policy in self.policies)
+        return all(answers_for_good(policy) for policy in self.policies)
 
 
 class AllOf(Promotion):
@@ -171,7 +171,7 @@ class AllOf(Promotion):
         return all(decided(policy, policy.promotes(step, tier, store)) for policy in self.policies)
 
     def by_step_alone(self) -> bool:
-        return all(policy.by_step_alone() for policy in self.policies)
+        return all(answers_for_good(policy) for policy in self.policies)
 
 
 def _is_newest(step: StepView, store: StoreView) -> bool:

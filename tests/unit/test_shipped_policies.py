@@ -18,7 +18,7 @@ from tieredckpt_policies.retention import Band
 from tieredckpt.config import load, to_toml
 from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.errors import Invalid
-from tieredckpt.policy.base import GROUP, Observed, Policy, StepView, StoreView, TierView, register
+from tieredckpt.policy.base import GROUP, Observed, Policy, StepView, StoreView, TierView, answers_for_good, register
 from tieredckpt.testing.policies import PolicyTests, store_views
 
 for _policy in tieredckpt_policies.POLICIES:
@@ -263,3 +263,20 @@ def test_the_package_declares_an_entry_point_for_every_policy() -> None:
     project = Path(__file__).parents[2] / "pyproject.toml"
     declared = tomllib.loads(project.read_text("utf-8"))["project"]["entry-points"][GROUP]
     assert declared == dict(entry_point(policy) for policy in tieredckpt_policies.POLICIES)
+
+
+class OnceSignalled(promotion.EveryNSteps):
+    """Overrides the answer of a shipped policy, whose claim on it does not hold any more."""
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        return bool(store.signals)
+
+
+@pytest.mark.parametrize("combination", [promotion.AnyOf, promotion.AllOf])
+def test_a_combination_answers_by_the_step_alone_if_all_its_policies_do(
+    combination: type[promotion.AnyOf | promotion.AllOf],
+) -> None:
+    alone = promotion.EveryNSteps(n=2)
+    assert answers_for_good(combination(policies=(alone, promotion.Never())))
+    assert not answers_for_good(combination(policies=(alone, OnceSignalled(n=2))))
+    assert not answers_for_good(combination(policies=(alone, promotion.Every(interval=1.0))))

@@ -62,7 +62,9 @@ __all__ = [
     "StepView",
     "StoreView",
     "TierView",
+    "answers_for_good",
     "decided",
+    "keeps_all",
     "offer",
     "parse",
     "register",
@@ -111,7 +113,8 @@ class Promotion(Policy):
     def by_step_alone(self) -> bool:
         """Whether the answer depends only on the step's number, serial, ``saved_at``, ``nbytes`` and metrics.
 
-        A step that such a policy refuses is not asked about at every change of the store.
+        A step that such a policy refuses is not asked about at every change of the store. It counts for the
+        `promotes` of the same class or of a base: a class that overrides `promotes` states it again.
         """
         return False
 
@@ -122,7 +125,10 @@ class Retention(Policy):
     question = "retention"
     answer = "retains"
     retains_all: ClassVar[bool] = False
-    """Whether every step stays, even off-branch: nobody asks which then, since the answer would grow with them."""
+    """Whether every step stays, even off-branch: nobody asks which then, since the answer would grow with them.
+
+    A class that overrides `retains` states it again.
+    """
 
     def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
         """Serials of the steps that must stay on ``tier``; the others may leave it."""
@@ -164,6 +170,26 @@ def decided(policy: Promotion | Schedule, answer: object) -> bool:
     if answer is None:
         raise TypeError(f"{policy.kind}: {policy.answer}() gave None, not True or False; does it always `return`?")
     return bool(answer)
+
+
+def answers_for_good(policy: Promotion) -> bool:
+    """Whether the policy states, of its own answer, that it is `by_step_alone`, and holds until the step changes."""
+    return _states(policy, "by_step_alone") and bool(policy.by_step_alone())
+
+
+def keeps_all(policy: Retention) -> bool:
+    """Whether the policy states, of its own answer, that it `retains_all`."""
+    return _states(policy, "retains_all") and policy.retains_all
+
+
+def _states(policy: Policy, claim: str) -> bool:
+    """Whether ``claim`` is made by the class that defines the answer of the policy, or by a class below that."""
+    for each in type(policy).__mro__:
+        if claim in vars(each):
+            return True
+        if policy.answer in vars(each):
+            break
+    return False
 
 
 QUESTIONS: tuple[type[Policy], ...] = (Promotion, Retention, Eviction, Schedule)
@@ -296,6 +322,18 @@ def _answers_at_once(policy: type[Policy]) -> None:
         )
     if inspect.isgeneratorfunction(answer):
         raise Invalid(f"{path_of(policy)}: {policy.answer}() is to `return` its answer: with `yield` there is none")
+    if issubclass(policy, Promotion) and not _is_plain(policy, "by_step_alone"):
+        raise Invalid(
+            f"{path_of(policy)}: define by_step_alone() as a method with `def` that returns True or False: "
+            "no field, attribute, property or coroutine"
+        )
+
+
+def _is_plain(policy: type[Policy], method: str) -> bool:
+    found = inspect.getattr_static(policy, method, None)
+    no_answers = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    returns = inspect.isfunction(found) and not any(each(found) for each in no_answers)
+    return returns and method not in policy.model_fields  # a field hides the method of a base
 
 
 def _kinds(base: type[Policy]) -> list[str]:

@@ -27,6 +27,8 @@ from tieredckpt.policy.base import (
     StepView,
     StoreView,
     TierView,
+    answers_for_good,
+    keeps_all,
     parse,
     register,
     registered,
@@ -288,6 +290,87 @@ def test_a_policy_that_answers_a_coroutine_is_refused() -> None:
         parse(Promotion, Asynchronous())
     with pytest.raises(Invalid, match=rf"^Both.first: .*{told}"):
         Both(first=Asynchronous(), second=Milestones(steps=(1,)))
+
+
+class Alone(Promotion):
+    kind: Literal["alone"] = "alone"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        return step.step > 1
+
+    def by_step_alone(self) -> bool:
+        return True
+
+
+class OtherAnswer(Alone):
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        return bool(store.signals)
+
+
+class Mixin:
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        return bool(store.signals)
+
+
+class Mixed(Mixin, Alone):
+    pass
+
+
+class StatesItAgain(OtherAnswer):
+    def by_step_alone(self) -> bool:
+        return True
+
+
+class MoreFields(Alone):
+    n: int = 1
+
+
+def test_a_claim_is_of_the_answer_beside_or_above_it() -> None:
+    """A class that overrides the answer of a shipped policy does not inherit what that says of its own answer."""
+    assert [answers_for_good(each()) for each in (Alone, MoreFields, StatesItAgain)] == [True] * 3
+    assert [answers_for_good(each()) for each in (OtherAnswer, Mixed)] == [False] * 2
+    assert not answers_for_good(Milestones(steps=(1,)))
+
+
+def test_a_retention_that_overrides_the_answer_does_not_inherit_that_it_keeps_all() -> None:
+    class KeepsAll(Retention):
+        kind: Literal["keeps_all"] = "keeps_all"
+        retains_all = True
+
+        def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+            return store.serials_on(tier.name)
+
+    class KeepsNone(KeepsAll):
+        def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+            return frozenset()
+
+    assert keeps_all(KeepsAll())
+    assert not keeps_all(KeepsNone())
+
+
+async def _awaited(self: Promotion) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("claim", [True, property(lambda self: True), _awaited], ids=["bool", "property", "async"])
+def test_a_claim_by_the_step_alone_that_is_no_plain_method_is_refused(claim: Any) -> None:
+    told = r"define by_step_alone\(\) as a method with `def`"
+    odd = type("Odd", (Milestones,), {"__module__": __name__})
+    type.__setattr__(odd, "by_step_alone", claim)
+    with pytest.raises(Invalid, match=told):
+        register(odd)
+    with pytest.raises(Invalid, match=told):
+        parse(Promotion, odd(steps=(1,)))
+
+
+def test_a_field_of_that_name_is_refused() -> None:
+    with pytest.warns(UserWarning, match="shadows an attribute"):
+
+        class Odd(Milestones):
+            by_step_alone: bool = True  # type: ignore[assignment]
+
+    with pytest.raises(Invalid, match=r"define by_step_alone\(\) as a method with `def`"):
+        register(Odd)
 
 
 def test_a_policy_that_nests_without_end_is_refused() -> None:

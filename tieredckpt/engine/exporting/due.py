@@ -14,14 +14,14 @@ from functools import cache
 from tieredckpt._callbacks import Callback, Tolerated
 from tieredckpt.config.exports import ExportConfig
 from tieredckpt.engine.exporting.places import Record
-from tieredckpt.engine.keeping.policies import retained
+from tieredckpt.engine.keeping.policies import holds_for_good, retained
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.step_table import StepTable
 from tieredckpt.engine.state.views import step_view, store_view
 from tieredckpt.engine.tier.steps import Held, Steps
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import DictNode
-from tieredckpt.policy.base import StoreView, TierView, decided
+from tieredckpt.policy.base import StoreView, TierView, decided, keeps_all
 from tieredckpt.policy.steps import Listing
 
 __all__ = ["Exported", "leaving", "next_due", "tier_name"]
@@ -105,17 +105,15 @@ class Exported(UserDict[int, Record]):
 
     def asks(self, step: StepId, tier: TierView, view: StoreView) -> bool:
         """Whether ``when`` asks for a step that is `waiting`."""
-        when = self._export.when
-        if step in self._wanted and self._wanted[step] is self._nearest(step) and when.by_step_alone():
+        when, what = self._export.when, f"export {self._export.name!r}: the policy `when`"
+        if step in self._wanted and self._wanted[step] is self._nearest(step) and holds_for_good(what, when):
             return True  # as before
-        with (
-            Tolerated("the policy `when` of the export %r failed on step %d", self._export.name, step.step),
-            Callback(f"export {self._export.name!r}: the policy `when`", when),
-        ):
+        with Tolerated("the policy `when` of the export %r failed on step %d", self._export.name, step.step):
             seen = view.find(step)
             assert seen is not None
-            asks = decided(when, when.promotes(seen, tier, view))
-            if not asks and when.by_step_alone():
+            with Callback(what, when):
+                asks = decided(when, when.promotes(seen, tier, view))
+            if not asks and holds_for_good(what, when):
                 self._table.refuse(step, tier.name)
             return asks
         return False
@@ -156,12 +154,13 @@ def next_due(
         for step in there.waiting(without)
         if there.asks(step, tier, view) and newest()[step.step] == step.serial  # and is not saved anew
     )
-    if export.keep.retains_all:
+    if keeps_all(export.keep):
         return next(asked_for, None)
     wanted = list(asked_for)
+    would = there.view_with(wanted)  # of none as well: the news that its table does not read would pile up
     if not wanted:
         return None
-    kept = _staying(export, tier, there.view_with(wanted))
+    kept = _staying(export, tier, would)
     for step in wanted:
         seen = view.find(step) if step.serial in kept else None
         if seen is not None and step.serial in _staying(export, tier, view.with_copy(seen, tier.name)):
@@ -178,7 +177,7 @@ def _staying(export: ExportConfig, tier: TierView, view: StoreView) -> frozenset
 
 def leaving(state: State, export: ExportConfig, there: Exported) -> list[Record]:
     """The exports that ``keep`` lets go; none if it raises."""
-    if export.keep.retains_all:
+    if keeps_all(export.keep):
         return []
     tier = _tier_view(state, export, busy=False)
     with Tolerated("the policy `keep` of the export %r failed; no export is deleted", export.name):

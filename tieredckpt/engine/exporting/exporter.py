@@ -129,7 +129,15 @@ class Exporter:
         for export in self._exports:
             if export.there is None or not self._may_try(export):
                 continue
-            step = self._due(export)
+            try:
+                step = self._due(export)
+            except Exception as error:
+                _log.exception("export %r: unexpected failure", export.config.name)
+                export.there = None  # it is looked at anew, when this is tried again
+                self._failed(
+                    export, None, TierUnavailable(f"what is due was not found: {type(error).__name__}: {error}")
+                )
+                continue
             if step is not None:
                 self._exports.remove(export)
                 self._exports.append(export)  # it is the others' turn next

@@ -13,10 +13,21 @@ from tieredckpt._callbacks import Callback, Tolerated
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
-from tieredckpt.policy.base import Observed, Retention, Schedule, StoreView, TierView, decided
+from tieredckpt.policy.base import (
+    Observed,
+    Promotion,
+    Retention,
+    Schedule,
+    StoreView,
+    TierView,
+    answers_for_good,
+    decided,
+    keeps_all,
+)
 
 __all__ = [
     "any_due",
+    "holds_for_good",
     "is_due",
     "is_wanted",
     "leaving",
@@ -47,20 +58,27 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     if (mine := view.find(step)) is None or not mine.on_line:
         return False
     tier_view = view.tiers[tier.index]
+    what = f"tier {tier.name!r}: promotion policy"
     with Tolerated("a policy of tier %r failed on %s; the step is promoted", tier.name, step):
-        with Callback(f"tier {tier.name!r}: promotion policy", tier.config.promote):
+        with Callback(what, tier.config.promote):
             promotes = decided(tier.config.promote, tier.config.promote.promotes(mine, tier_view, view))
-            for_good = not promotes and tier.config.promote.by_step_alone()
-        if for_good:
-            state.refuse(step, tier)
         if not promotes:
+            if not mended and holds_for_good(what, tier.config.promote):
+                state.refuse(step, tier)
             return False
         newest = next(reversed(view.line_on(tier.name)), None)
         if newest is not None and newest.serial > step.serial:
-            if tier.config.retain.retains_all:
+            if keeps_all(tier.config.retain):
                 return True
             return step.serial in _retained(tier, tier_view, view.with_copy(mine, tier.name))
     return True
+
+
+def holds_for_good(what: str, policy: Promotion) -> bool:
+    """Whether an answer of a promotion policy holds until the step changes; not if the policy fails to say so."""
+    with Tolerated("%s: by_step_alone() failed; steps are asked about again", what), Callback(what, policy):
+        return answers_for_good(policy)
+    return False
 
 
 def any_due(state: State) -> tuple[StepId, Tier] | None:
@@ -117,7 +135,7 @@ def _waits_for_derivation(derivation: State, step: StepId, tier: Tier, *, only_h
 
 def leaving(state: State, tier: Tier) -> list[StepId]:
     """The steps that retention lets go: stale ones, off-branch ones, then as the eviction policy orders them."""
-    if tier.config.retain.retains_all:
+    if keeps_all(tier.config.retain):
         return []
     stale = sorted(tier.steps.damaged.stale())
     view = state.view()

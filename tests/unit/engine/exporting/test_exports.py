@@ -6,7 +6,7 @@ import json
 import threading
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +20,7 @@ from tieredckpt.blobs.posix.stream import Blocks
 from tieredckpt.engine import limits
 from tieredckpt.engine.exporting import exporter
 from tieredckpt.events import ExportFailed, StepExported
+from tieredckpt.policy import Promotion, StepView, StoreView, TierView
 
 
 def test_what_is_due_is_exported_bit_for_bit(open_store: Open, tmp_path: Path) -> None:
@@ -169,6 +170,52 @@ def test_a_failed_export_does_not_reach_the_training_and_is_made_later(open_stor
     store.flush()
     assert names(tmp_path / "out") == ["step-1", "step-2"]
     assert store.export_infos()[0].problem == ""
+
+
+class FailsToSay(Promotion):
+    kind: Literal["test_fails_to_say"] = "test_fails_to_say"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        return step.step % 2 == 0
+
+    def by_step_alone(self) -> bool:
+        raise RuntimeError("no claim")
+
+
+@pytest.mark.parametrize("keep", ["all", 2], ids=["all", "last_n"])
+def test_a_policy_that_fails_to_say_how_long_its_answer_holds_is_asked_again(
+    open_store: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: Any
+) -> None:
+    store = open_store(hf={"format": "safetensors", "when": FailsToSay(), "keep": keep})
+    for step in (1, 2, 3, 4):
+        store.save(step, tree())
+        store.flush()
+    assert names(tmp_path / "out") == ["step-2", "step-4"]
+    assert "by_step_alone() failed" in caplog.text
+
+
+def test_a_look_that_fails_unexpectedly_is_told_and_made_again(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the exporter would have ended, and a flush would wait for it for ever."""
+    works, next_due = threading.Event(), exporter.due.next_due
+
+    def look(*arguments: Any, **settings: Any) -> Any:
+        if not works.is_set():
+            raise KeyError("a fault of the engine")
+        return next_due(*arguments, **settings)
+
+    monkeypatch.setattr(exporter.due, "next_due", look)
+    store = open_store(hf={"format": "safetensors"})
+    store.save(1, tree())
+    with pytest.raises(TierUnavailable, match=r"export 'hf': .*a fault of the engine"):
+        store.flush()
+    waited = threading.Event()
+    store.subscribe(lambda event: waited.set() if isinstance(event, StepExported) else None)
+    works.set()
+    assert waited.wait(60)
+    store.flush()
+    assert names(tmp_path / "out") == ["step-1"]
 
 
 def test_a_step_that_a_format_cannot_hold_is_named_and_not_tried_again(open_store: Open, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -165,6 +166,27 @@ class Noted(OddBytes):
         return self.alone
 
 
+class Fails(OddBytes):
+    """As `Noted`, and fails to say whether it answers by the step alone."""
+
+    kind: Literal["fails"] = "fails"  # type: ignore[assignment]
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        ASKED.append(step.step)
+        return False
+
+    def by_step_alone(self) -> bool:
+        raise RuntimeError("no claim")
+
+
+class Overrides(Fails):
+    """Says nothing of its own answer."""
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        ASKED.append(step.step)
+        return False
+
+
 ASKED: list[int] = []
 
 
@@ -187,3 +209,42 @@ def test_a_policy_by_the_step_alone_is_asked_about_changed_steps_only() -> None:
         near.steps.held[record.id] = Held(record, "")
         near.steps.held[StepId(7, 7)] = Held(first_record(None, step=7, serial=7, nbytes=2), "")
         assert asked_about(state, far, ASKED) == sorted({*again, 7, 51})
+
+
+@pytest.mark.parametrize(("policy", "fails"), [(Fails(), True), (Overrides(), False)], ids=["fails", "overrides"])
+def test_a_refusal_stays_one_whose_policy_does_not_say_how_long_it_holds(
+    policy: Promotion, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    near, far = (
+        Tier(name, index, PosixTier(name=name, path="/nowhere", promote=policy), _nowhere)
+        for index, name in enumerate("ab")
+    )
+    state = state_of((near, far))
+    state.branch.line = ((1, 100),)
+    near.steps.held[StepId(1, 1)] = Held(first_record(None, step=1, serial=1), "")
+    for _ in range(2):
+        assert any_due(state) is None
+        assert asked_about(state, far, ASKED) == [1]
+    assert ("by_step_alone() failed" in caplog.text) is fails
+
+
+@pytest.mark.parametrize("keep", ["all", 2], ids=["all", "last_n"])
+@pytest.mark.parametrize("when", ["never", "first_and_last"])
+def test_what_looks_for_exports_remember_does_not_grow_with_saves(when: str, keep: Any) -> None:
+    """Not even while nothing is wanted."""
+    (tier,) = tiers = (Tier("a", 0, PosixTier(name="a", path="/nowhere"), _nowhere),)
+    state = state_of(tiers)
+    state.branch.line = ((1, 2000),)
+    export = ExportConfig(name="hf", format="safetensors", to="/nowhere", when=parse(Promotion, when), keep=keep)
+    exported = due.Exported(state, export)
+    about: dict[str, Any] = {"export": "hf", "format": "safetensors", "store": "0" * 32, "saved_at": 1.0}
+    for number in range(1, 1001):
+        record = first_record(None, step=number, serial=number)
+        tier.steps.held[record.id] = Held(record, "")
+        tier.steps.held.pop(StepId(number - 10, number - 10), None)
+        found = due.next_due(state, export, exported, (), busy=False)
+        if found is not None:
+            exported[found.step] = Record(step=found.step, serial=found.serial, nbytes=1, metrics={}, **about)
+        due.leaving(state, export, exported)
+    assert len(exported) == (when != "never")
+    assert sum(map(len, tier.steps.held._changed.values())) < 10
