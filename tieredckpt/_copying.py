@@ -112,10 +112,9 @@ async def copy_steps(
 
 async def _refuse_one_place(there: StoreConfig, here: StoreConfig) -> None:
     """Raise `Invalid` if a tier of one store is at a place of the other, or in its folder."""
-    for one, other in product(there.slower, here.slower):
-        their, our = await place_of(one), await place_of(other)
-        if their is None or our is None:
-            continue
+    theirs = [place for tier in there.slower if (place := await place_of(tier)) is not None]
+    ours = [place for tier in here.slower if (place := await place_of(tier)) is not None]
+    for their, our in product(theirs, ours):
         if shares([their], [our]):
             raise Invalid(f"both stores are at {our.location}; copy to a place of its own")
         source, target = Path(their.location), Path(our.location)
