@@ -143,6 +143,13 @@ class Keeper:
                     self.broken.append(f"serial {serial} left {tier} before a newer one was as safe: {self.held}")
 
 
+async def polled(happens: Callable[[], bool], *, within: float = SOON) -> None:
+    """Return when something has happened that nobody tells; fails after so many seconds."""
+    async with asyncio.timeout(within):
+        while not happens():
+            await asyncio.sleep(0.01)
+
+
 async def crash(store: CheckpointStore) -> None:
     """End a store as the death of its process would: nothing more is saved, promoted or tidied up.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.step_table import on
@@ -24,15 +24,20 @@ __all__ = ["compare_with_slower", "set_stale_apart", "stale_steps"]
 _log = logging.getLogger("tieredckpt")
 
 
-def stale_steps(records: Collection[StepRecord], slower: Iterable[StepRecord]) -> list[StepId]:
-    """The steps whose place another save has on slower tiers, which hold steps of the records ``slower``; oldest first.
+def stale_steps(records: Collection[StepRecord], slower: Sequence[Tier]) -> list[StepId]:
+    """The steps whose place another save has on slower tiers, oldest first.
 
     That is a save of the same serial; or one whose run gave the serial of the step; or one of another run under a
     serial that the step's own run gave. So are later steps of the same run, which may have gone back before that
     serial, unless slower tiers have one of them. Other steps are of a training that has come back since, and went on
     from what the slower tiers hold.
     """
-    theirs = {record.serial: record for record in slower}
+    theirs = {
+        step.serial: held.record
+        for tier in slower
+        for step, held in tier.steps.held.items()
+        if tier.steps.has_own(step)  # in RAM of a process alone, ranks may have others
+    }
     serials = sorted(theirs)
     found: list[StepId] = []
     overtaken: dict[str, int] = {}
@@ -53,10 +58,6 @@ def stale_steps(records: Collection[StepRecord], slower: Iterable[StepRecord]) -
     return found
 
 
-def _records(*tiers: Tier) -> list[StepRecord]:
-    return [held.record for tier in tiers for held in tier.steps.held.values()]
-
-
 def _gave_again(later: StepRecord, earlier: StepRecord) -> bool:
     """Whether the run of a step had given the serial of an earlier step, which another run saved."""
     gave = later.began_after < earlier.serial < later.serial and on(later.line, earlier.serial)
@@ -73,7 +74,7 @@ async def set_stale_apart(state: State) -> None:
     first = state.tiers[0]
     if (ram := first.ram) is None:
         return
-    for step in stale_steps(_records(first), _records(*state.tiers[1:])):
+    for step in stale_steps([held.record for held in first.steps.held.values()], state.tiers[1:]):
         _log.warning("%s is dropped from RAM: the training has gone on elsewhere from an older step", step)
         if ram.slab.writable:
             await commit_file.retract_from_ram(first, ram, step)
@@ -90,7 +91,7 @@ async def compare_with_slower(state: State, tier: Tier) -> None:
         return
     tier.steps.scanning = True
     try:
-        for step in stale_steps(_records(tier), _records(*state.tiers[tier.index + 1 :])):
+        for step in stale_steps([held.record for held in tier.steps.held.values()], state.tiers[tier.index + 1 :]):
             await _set_apart(tier, step)
     except TierUnavailable:
         tier.clear()

@@ -25,7 +25,7 @@ from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.opening.ram import find
 from tieredckpt.engine.opening.stale import stale_steps
 from tieredckpt.engine.ranks.commit.commit import Commits
-from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
+from tieredckpt.engine.ranks.commit.parts import encode_own, whole_steps
 from tieredckpt.engine.ranks.commit.vote import Votes
 from tieredckpt.engine.ranks.group import Group, vote
 from tieredckpt.engine.ranks.messages import Catalog, Opened
@@ -38,7 +38,7 @@ from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import HeldStep, brief, decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
-from tieredckpt.format.manifest import StepId, StepRecord
+from tieredckpt.format.manifest import StepId
 from tieredckpt.format.marker import StoreMarker
 
 __all__ = ["Opening", "adopt_catalog", "catalog_of"]
@@ -219,20 +219,12 @@ class Opening:
                 parts = found.setdefault(StepId(part.serial, part.step), {}).setdefault(part.run, {})
                 if part.rank not in parts or part.rank == rank:  # its own before a copy of it
                     parts[part.rank] = part.part, rank
-        records: dict[StepId, StepRecord] = {}
-        for step, runs in sorted(found.items()):
-            for parts in runs.values():
-                encoded = {rank: part for rank, (part, _) in parts.items()}
-                try:
-                    record = (await in_thread(merge_parts, encoded, pool=state.pool)).record
-                except (Conflict, Corrupt) as error:
-                    _log.warning("%s is not whole in RAM: %s", step, error)
-                    continue
-                if step not in records or record.saved_at > records[step].saved_at:
-                    records[step] = record
-        stale = stale_steps(
-            records.values(), [held.record for tier in state.tiers[1:] for held in tier.steps.held.values()]
-        )
+        encoded = {
+            step: {run: {rank: part for rank, (part, _) in parts.items()} for run, parts in runs.items()}
+            for step, runs in found.items()
+        }
+        records = {index.record.id: index.record async for index in whole_steps(encoded, state.pool)}
+        stale = stale_steps(records.values(), state.tiers[1:])
         whole = []
         for step, record in records.items():
             if step in stale:

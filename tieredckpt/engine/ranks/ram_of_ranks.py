@@ -23,7 +23,7 @@ from tieredckpt.engine.keeping.policies import waits_for_promotion
 from tieredckpt.engine.keeping.safety import why_not
 from tieredckpt.engine.opening.ram import is_of_a_copy
 from tieredckpt.engine.opening.stale import stale_steps
-from tieredckpt.engine.ranks.commit.parts import encode_own, merge_parts
+from tieredckpt.engine.ranks.commit.parts import encode_own, whole_steps
 from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into, near
 from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import Near, RamOfRanksStep, State
@@ -101,7 +101,7 @@ class RamOfRanks:
     async def _read(self, seen: Mapping[Path, _Commits]) -> bool:
         """Find out which steps are whole; returns whether all parts could be read, or are damaged."""
         state, folders, all_read = self._state, dict[Path, _Folder](), True
-        parts: dict[tuple[StepId, str], dict[int, bytes]] = {}
+        parts: dict[StepId, dict[str, dict[int, bytes]]] = {}
         for folder, commits in seen.items():
             found = folders[folder] = _Folder(commits, dict.fromkeys(_steps(folder, commits), ""))
             if (tier := await look_into(state, folder)) is None:
@@ -118,20 +118,14 @@ class RamOfRanks:
                         _log.warning("%s cannot be read in the RAM of a rank: %s", step, error)
                         all_read = all_read and isinstance(error, Corrupt | NotFound)
                         continue
-                    parts.setdefault((step, record.run), {})[record.rank or 0] = part
+                    parts.setdefault(step, {}).setdefault(record.run, {})[record.rank or 0] = part
             finally:
                 await tier.disconnect()
         whole: dict[StepId, RamOfRanksStep] = {}
-        for (step, _), by_rank in parts.items():
-            try:
-                merged = await in_thread(merge_parts, by_rank, pool=state.pool)
-            except (Conflict, Corrupt) as error:
-                level = logging.INFO if state.read_only else logging.WARNING
-                _log.log(level, "%s is not whole in the RAM of this machine: %s", step, error)
-                continue
-            if step not in whole or merged.record.saved_at > whole[step].index.record.saved_at:
-                reads, takes_out = partial(self._near, step), partial(self._take_out_step, step)
-                whole[step] = RamOfRanksStep(step, state.tiers[0], merged, reads, takes_out)
+        async for index in whole_steps(parts, state.pool, level=logging.INFO if state.read_only else logging.WARNING):
+            step = index.record.id
+            reads, takes_out = partial(self._near, step), partial(self._take_out_step, step)
+            whole[step] = RamOfRanksStep(step, state.tiers[0], index, reads, takes_out)
         self._folders, self._whole = folders, whole
         self._last = max((step.serial for found in folders.values() for step in found.keys), default=0)
         self._not_before.clear()
@@ -144,9 +138,7 @@ class RamOfRanks:
         state.branch.last_serial = max(state.branch.last_serial, self._last)
         if not self._whole and not state.ram_of_ranks:
             return
-        theirs = [held.record for step, held in steps.held.items() if steps.has_own(step)]
-        theirs += [held.record for tier in state.tiers[1:] for held in tier.steps.held.values()]
-        stale = stale_steps([found.index.record for found in self._whole.values()], theirs)
+        stale = stale_steps([found.index.record for found in self._whole.values()], state.tiers)
         counted = {step: found for step, found in self._whole.items() if step not in stale and not steps.has_own(step)}
         for step in state.ram_of_ranks.keys() - counted.keys():
             if not steps.has_own(step):
@@ -186,12 +178,10 @@ class RamOfRanks:
     def _leaving(self) -> list[StepId]:
         """The steps that may leave RAM. Till this process has saved a newer one, a restore takes them from there."""
         state, first = self._state, self._state.tiers[0]
-        if not self._is_overtaken():
-            return []
         return [
             step
             for step in state.ram_of_ranks
-            if self._is_time(step)
+            if self._may_go(step)
             and first.steps.keeps(step)
             and not (waits_for_promotion(state, step, first) or why_not(state, step, first))
         ]
@@ -199,24 +189,21 @@ class RamOfRanks:
     def _unused(self) -> list[Path]:
         """The folders without a step that counts, or that is as safe as the newest elsewhere."""
         state, first = self._state, self._state.tiers[0]
-        if not self._is_overtaken():
-            return []
         return [
             folder
             for folder, found in self._folders.items()
-            if self._is_time(folder)
+            if self._may_go(folder)
             and not any(step in state.ram_of_ranks or why_not(state, step, first) for step in found.keys)
         ]
 
-    def _is_overtaken(self) -> bool:
+    def _may_go(self, what: StepId | Path) -> bool:
+        """Whether a newer save than all that is there is committed, and nothing has kept ``what`` a moment ago."""
         newest = self._state.branch.newest
-        return newest is not None and newest.serial > self._last
+        is_overtaken = newest is not None and newest.serial > self._last
+        return is_overtaken and time.monotonic() >= self._not_before.get(what, 0.0)
 
     def _put_off(self, what: StepId | Path) -> None:
         self._not_before[what] = time.monotonic() + limits.in_force.last_retry
-
-    def _is_time(self, what: StepId | Path) -> bool:
-        return time.monotonic() >= self._not_before.get(what, 0.0)
 
     async def _free(self, folder: Path) -> None:
         async with self._guards_folders:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from reliability.tiers import faulty_tiers
 from support.agents import end_agent
 from support.cohort import RanksPlace, assert_whole, common, whole
-from support.scenes import SOON, Heard, config, folder, ram
+from support.scenes import SOON, Heard, config, folder, polled, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives
@@ -67,12 +66,6 @@ def folders(place: RanksPlace) -> list[str]:
     return sorted(path.name for path in place.shared_memory.glob("a/of-test/ram/*/rank-*"))
 
 
-async def until(happens: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON):
-        while not happens():
-            await asyncio.sleep(0.01)
-
-
 async def steps_of(store: CheckpointStore) -> list[tuple[int, tuple[str, ...]]]:
     return [(info.step, info.tiers) for info in await store.steps()]
 
@@ -91,7 +84,7 @@ async def test_steps_that_ranks_left_in_ram_are_restored_promoted_and_continued(
         await store.promote(2, "disk")
         assert await steps_of(store) == [(1, ("ram",)), (2, ("ram", "disk"))]  # none may save the read from a device
         await store.save(3, tree(3))
-        await until(lambda: not folders(place))
+        await polled(lambda: not folders(place))
         assert await steps_of(store) == [(2, ("disk",)), (3, ("ram",))]
         assert [info.off_branch for info in await store.steps()] == [False, False]
         assert_whole(await store.restore(2, resume=False), 2)
@@ -117,7 +110,7 @@ async def test_what_is_due_is_promoted_before_it_leaves_ram(
     async with alone(place, promote={"kind": "every_n_steps", "n": 2}) as store:
         await store.save(3, tree(3))
         await store.flush()
-        await until(lambda: not folders(place))
+        await polled(lambda: not folders(place))
         assert await steps_of(store) == [(2, ("disk",)), (3, ("ram",))]
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     async with alone(place, read_only=True) as store:
@@ -144,7 +137,7 @@ async def test_ram_of_ranks_stays_while_newer_steps_lie_in_a_memfd(
         assert ((1, ("ram",)) in await steps_of(store)) is is_whole
         assert folders(place) == left
         await store.promote(2, "disk")
-        await until(lambda: not folders(place))
+        await polled(lambda: not folders(place))
         assert await steps_of(store) == [(2, ("ram", "disk")), (3, ("ram",))]
 
 
@@ -158,7 +151,7 @@ async def test_a_step_that_is_not_whole_here_stays_until_a_newer_one_is_as_safe(
         assert await store.restore() is None
         if saves:
             await store.save(1, tree(7))
-            await until(lambda: not folders(place))
+            await polled(lambda: not folders(place))
             (info,) = await store.steps()
             assert info.serial == 2  # not that of the step which is not whole
     if not saves:
@@ -169,13 +162,14 @@ async def test_a_step_that_is_not_whole_here_stays_until_a_newer_one_is_as_safe(
 
 
 async def overtaken_elsewhere(place: RanksPlace) -> None:
-    """Ranks leave step 2 in RAM; on another machine another step 2 with that serial is made, and promoted."""
+    """Ranks leave steps 2 and 3 in RAM; on another machine another step 2 with that serial is made, and promoted."""
     async with alone(place, "c") as store:
         await store.save(1, tree(1))
         await store.promote(1, "disk")
     async with place.open(tiers=tiers(place), crashing=True) as ranks:
         await ranks.restored()
-        await ranks.reached(await ranks.save(2, seed=20), "ram")
+        for step in (2, 3):
+            await ranks.reached(await ranks.save(step, seed=10 * step), "ram")
     async with alone(place, "b") as store:
         await store.restore()
         await store.save(2, tree(2))
@@ -195,7 +189,7 @@ async def test_a_late_tier_that_is_full_tells_it_too(place: RanksPlace, monkeypa
         faults.refuse("disk")
         async with alone(place) as store:
             faults.allow("disk")
-            await until(lambda: bool(store._life.engine.state.tiers[1].steps.held))
+            await polled(lambda: bool(store._life.engine.state.tiers[1].steps.held))
             assert await steps_of(store) == [(1, ("disk",)), (2, ("disk",))]
             assert_whole(await store.restore(2, resume=False), 2)
 
@@ -209,7 +203,7 @@ async def test_a_step_that_the_training_overtook_elsewhere_is_not_restored(place
         assert_whole(await store.restore(), 2)
         if not read_only:
             await store.save(3, tree(3))
-            await until(lambda: not folders(place))
+            await polled(lambda: not folders(place))
     assert bool(folders(place)) is read_only
 
 
@@ -232,10 +226,10 @@ async def test_a_tier_that_comes_late_tells_which_steps_are_stale(place: RanksPl
     with faulty_tiers() as faults:
         faults.refuse("disk")
         async with alone(place) as store:
-            assert await steps_of(store) == [(2, ("ram",))]
+            assert await steps_of(store) == [(2, ("ram",)), (3, ("ram",))]
             faults.allow("disk")
             state = store._life.engine.state
-            await until(lambda: bool(state.tiers[1].steps.held) and not state.ram_of_ranks)
+            await polled(lambda: bool(state.tiers[1].steps.held) and not state.ram_of_ranks)
             assert await steps_of(store) == [(1, ("disk",)), (2, ("disk",))]
             assert_whole(await store.restore(2), 2)
 
@@ -268,7 +262,7 @@ async def test_a_full_slab_drives_no_step_of_ranks_out(place: RanksPlace, when_f
                 await store.save(step, tree(step))
             assert [step for step, _ in await steps_of(store)][:2] == [1, 2]
             faults.allow("disk")
-            await until(lambda: not folders(place))
+            await polled(lambda: not folders(place))
             assert [step for step, tiers in await steps_of(store) if "disk" in tiers][:2] == [1, 2]
 
 
@@ -280,7 +274,7 @@ async def test_memory_without_a_step_that_can_be_read_is_given_back(place: Ranks
     async with alone(place) as store:
         assert await store.restore() is None
         await store.save(1, tree(1))
-        await until(lambda: not folders(place))
+        await polled(lambda: not folders(place))
 
 
 @pytest.mark.parametrize("what", ["_part", "look_into"], ids=["a part", "a folder"])
@@ -339,14 +333,14 @@ async def test_a_step_of_ranks_that_is_read_is_not_taken_out(place: RanksPlace) 
             go_on.set()
 
         reading = asyncio.ensure_future(store._life.loop.call(read()))
-        await until(lambda: bool(state.tiers[0].steps.pins))
+        await polled(lambda: bool(state.tiers[0].steps.pins))
         await store.save(2, tree(2))
         with pytest.raises(Conflict, match="is being read"):
             await store.evict(1, "ram")
         assert folders(place) == ["rank-0", "rank-1"]
         await store._life.loop.call(end())
         await reading
-        await until(lambda: not folders(place))
+        await polled(lambda: not folders(place))
 
 
 async def test_what_is_read_elsewhere_keeps_its_memory(place: RanksPlace) -> None:
@@ -431,9 +425,9 @@ async def test_what_a_look_finds_meanwhile_is_not_freed(place: RanksPlace, monke
         monkeypatch.setattr(ram_of_ranks, "look_into", slowly)
         mine = store._life.engine.mode.ram_of_ranks
         looking = asyncio.ensure_future(store._life.loop.call(mine.look()))
-        await until(begun.is_set)
+        await polled(begun.is_set)
         await store.save(9, tree(9))
-        await until(lambda: bool(mine._guards_folders._waiters))
+        await polled(lambda: bool(mine._guards_folders._waiters))
         go_on.set()
         await looking
         await store.flush()
@@ -490,7 +484,7 @@ async def test_a_chunk_that_is_damaged_in_the_ram_of_a_rank_is_read_from_the_nex
         assert dict(restored.sources).keys() == {"ram", "disk"}
         await store.flush()
         await store.save(2, tree(2))
-        await until(lambda: not folders(place))
+        await polled(lambda: not folders(place))
 
 
 async def test_a_process_beside_an_agent_says_that_it_leaves_what_ranks_have(
@@ -518,6 +512,6 @@ async def test_ram_of_ranks_counts_again_after_the_process_has_lost_its_own(plac
             state.report(state.tiers[0], TierUnavailable("its folder has gone"))
 
         await store._life.loop.call(fail())
-        await until(lambda: state.tiers[0].health.error is None)
-        await until(lambda: len(state.tiers[0].steps.held) == 1)
+        await polled(lambda: state.tiers[0].health.error is None)
+        await polled(lambda: len(state.tiers[0].steps.held) == 1)
         assert_whole(await store.restore(), 1)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from concurrent.futures import Executor
 
 import msgspec
 
-from tieredckpt.errors import Conflict
-from tieredckpt.format.manifest import StepIndex, StepRecord
+from tieredckpt.concurrency import in_thread
+from tieredckpt.errors import Conflict, Corrupt
+from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.format.merging import merge
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.format.part import Part, PartArray, decode_extents, decode_part, encode_part
 
-__all__ = ["check_found", "encode_own", "encode_written", "extents_of", "holders", "merge_parts", "share_out"]
+__all__ = [
+    "check_found",
+    "encode_own",
+    "encode_written",
+    "extents_of",
+    "holders",
+    "merge_parts",
+    "share_out",
+    "whole_steps",
+]
+
+_log = logging.getLogger("tieredckpt")
 
 Extents = Mapping[bytes, Extent]
 
@@ -45,6 +59,30 @@ def encode_written(index: StepIndex, written: Extents) -> bytes:
 def merge_parts(parts: Mapping[int, bytes]) -> StepIndex:
     """The step that the encoded parts of all ranks make. Raises `Conflict` when they do not fit, and `Corrupt`."""
     return merge(decode_part(data, f"the part of rank {rank}") for rank, data in parts.items())
+
+
+async def whole_steps(
+    found: Mapping[StepId, Mapping[str, Mapping[int, bytes]]], pool: Executor, *, level: int = logging.WARNING
+) -> AsyncIterator[StepIndex]:
+    """The steps, by age, of which the encoded parts of all ranks are there; of several runs that of the newest save.
+
+    Args:
+        found: by step, run and rank.
+        pool: threads that merge.
+        level: at which it is logged that a run has not left all parts.
+    """
+    for step, runs in sorted(found.items()):
+        newest: StepIndex | None = None
+        for parts in runs.values():
+            try:
+                merged = await in_thread(merge_parts, parts, pool=pool)
+            except (Conflict, Corrupt) as error:
+                _log.log(level, "%s is not whole in RAM: %s", step, error)
+                continue
+            if newest is None or merged.record.saved_at > newest.record.saved_at:
+                newest = merged
+        if newest is not None:
+            yield newest
 
 
 def extents_of(parts: Mapping[int, bytes]) -> dict[bytes, Extent]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from support.cohort import DEADLINE, Cohort, assert_whole
 from support.cohort import RanksPlace as Place
-from support.scenes import SOON, ram
+from support.scenes import SOON, polled, ram
 
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import RanksUnavailable
@@ -53,12 +53,6 @@ async def alone_on_rank_1(ranks: Cohort, *steps: int) -> None:
     ranks.let_wait(SOON)
 
 
-async def until(happens: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON / 2):
-        while not happens():
-            await asyncio.sleep(0.01)
-
-
 async def test_rank_0_knows_of_a_part_that_goes_before_it_has_gone(place: Place) -> None:
     """Else it could commit the step, and answer that it is in RAM, while the part goes."""
     tiers = {"ram": ram(place.shared_memory, capacity=1_200_000, on_close="keep")}  # for two steps
@@ -68,8 +62,10 @@ async def test_rank_0_knows_of_a_part_that_goes_before_it_has_gone(place: Place)
         votes = ranks[0]._life.engine.mode.ranked.votes.coordinator._box._votes
         async with first_drop_held_up(ranks) as begun:
             saving = asyncio.ensure_future(ranks.save(3, ranks=[1]))
-            await until(begun.is_set)
-            await until(lambda: any(ballot.failure for each in votes.values() for ballot in each.values()))
+            await polled(begun.is_set, within=SOON / 2)
+            await polled(
+                lambda: any(ballot.failure for each in votes.values() for ballot in each.values()), within=SOON / 2
+            )
             (late,) = await ranks.save(2, ranks=[0])
             with pytest.raises(RanksUnavailable, match="rank 1: it dropped its part"):
                 await late.reached("ram")
@@ -84,12 +80,12 @@ async def test_a_part_whose_step_is_committed_while_another_part_goes_stays(plac
         held = ranks[1]._life.engine.state.tiers[0].steps.held
         async with first_drop_held_up(ranks) as begun:
             saving = asyncio.ensure_future(ranks.save(4, ranks=[1]))
-            await until(begun.is_set)
+            await polled(begun.is_set, within=SOON / 2)
             await ranks.save(2, ranks=[0])
             await ranks.failed([0], step=2)
             (late,) = await ranks.save(3, ranks=[0])
             await late.reached("ram")
-            await until(lambda: any(step.step == 3 for step in held))
+            await polled(lambda: any(step.step == 3 for step in held), within=SOON / 2)
         await saving
         assert [step.step for step in await ranks[1].steps()] == [3]
     async with place.open(tiers=tiers) as ranks:
