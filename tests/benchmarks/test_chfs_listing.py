@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chfs_servers import LookalikeServers, RealServers, Servers, why_no_real_servers
-from support.lookalike import missing
+from support.chfs_servers import Servers, serving
 from support.scenes import assert_restored, config, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -31,11 +30,8 @@ REAL = pytest.mark.chfs_real
 
 @pytest.fixture
 def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]:
-    if why := missing() or (why_no_real_servers() if request.param == "real" else ""):
-        pytest.skip(why)
-    servers: Servers = (RealServers if request.param == "real" else LookalikeServers)(tmp_path / "servers")
-    yield servers
-    servers.stop()
+    with serving(request.param, tmp_path / "servers") as servers:
+        yield servers
 
 
 @pytest.mark.parametrize(

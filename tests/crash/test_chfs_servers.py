@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.chfs_servers import LookalikeServers, RealServers, Servers, why_no_real_servers
+from support.chfs_servers import LookalikeServers, Servers, serving
 from support.limits import limit
 from support.lookalike import hangs, missing
 from support.scenes import Heard, assert_restored, assert_same, config, crash, folder, ram, tree
@@ -38,11 +38,8 @@ def lookalike(tmp_path: Path) -> LookalikeServers:
 
 @pytest.fixture(params=["lookalike", pytest.param("real", marks=pytest.mark.chfs_real)])
 def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]:
-    if request.param == "real" and (why := why_no_real_servers()):
-        pytest.skip(why)
-    servers: Servers = (RealServers if request.param == "real" else LookalikeServers)(tmp_path / "servers")
-    yield servers
-    servers.stop()
+    with serving(request.param, tmp_path / "servers") as servers:
+        yield servers
 
 
 def tiers(servers: Servers, shared_memory: Path, tmp_path: Path, **settings: Any) -> StoreConfig:

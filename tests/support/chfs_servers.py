@@ -8,12 +8,16 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from support.lookalike import library
+import pytest
 
-__all__ = ["LookalikeServers", "RealServers", "Servers", "why_no_real_servers"]
+from support.lookalike import library, missing
+
+__all__ = ["LookalikeServers", "RealServers", "Servers", "serving", "why_no_real_servers"]
 
 _PATIENCE = 120.0
 """Seconds that bound a hang: a loaded machine may let a server stand still for many."""
@@ -109,6 +113,18 @@ def why_no_real_servers() -> str:
         return "CHFS_SERVER is not set, so no real CHFS is to be used"
     lacking = [name for name in ("chfsd", "chlist") if shutil.which(name) is None]
     return f"not on PATH: {', '.join(lacking)}" if lacking else ""
+
+
+@contextmanager
+def serving(kind: str, folder: Path) -> Iterator[Servers]:
+    """Servers of that ``kind``, real or look-alikes; skips the test where there can be none."""
+    if why := missing() or (why_no_real_servers() if kind == "real" else ""):
+        pytest.skip(why)
+    servers: Servers = (RealServers if kind == "real" else LookalikeServers)(folder)
+    try:
+        yield servers
+    finally:
+        servers.stop()
 
 
 class RealServers:
