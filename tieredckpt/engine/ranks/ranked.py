@@ -368,7 +368,7 @@ class Ranked:
         first = self._state.tiers[0]
         for step, homes in tuple(self.commits.homes.items()):
             if step not in first.steps.held:
-                del self.commits.homes[step]
+                self.commits.homes.pop(step, None)  # the task of another commit may have been here
                 continue
             needed = why_not(self._state, step, first) or waits_for_promotion(self._state, step, first)
             if any(part != home for part, home in homes.items()) and not needed:

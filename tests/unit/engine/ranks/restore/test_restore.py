@@ -14,8 +14,10 @@ from support.scenes import SOON, config, folder
 
 from tieredckpt import CheckpointStore, Shard, Sharded
 from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, Invalid, NotFound, RanksUnavailable, TieredCkptError
 from tieredckpt.events import StepEvicted
+from tieredckpt.format.manifest import StepId
 
 
 class Place(RanksPlace):
@@ -99,6 +101,30 @@ async def test_the_memory_of_former_ranks_is_given_back_once_it_is_not_needed(pl
                 await asyncio.sleep(0.01)
         for restored in await ranks.restored():
             assert_whole(restored, 2)
+
+
+async def test_commits_at_a_time_give_back_the_memory_of_former_ranks_together(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with place.open(4, crashing=True) as ranks:
+        for step in (1, 2):
+            await ranks.reached(await ranks.save(step), "disk")
+    async with place.open(2) as ranks:
+        engine = ranks[0]._life.engine
+        ranked, evictor = engine.mode.ranked, engine.collector.evictor
+        evict = evictor.evict
+
+        async def evict_late(step: StepId, tier: Tier) -> None:
+            """Those of two later commits come first: one gives all back, the next one forgets it."""
+            monkeypatch.setattr(evictor, "evict", evict)
+            await ranked._let_former_steps_go()
+            await ranked._let_former_steps_go()
+            await evict(step, tier)
+
+        monkeypatch.setattr(evictor, "evict", evict_late)
+        await ranks[0]._life.loop.call(ranked._let_former_steps_go())
+        assert not ranked.commits.homes
+        assert await ranks[0].where(2) == ("disk",)
 
 
 async def test_a_store_that_was_closed_keeps_nothing_of_the_memory_of_former_ranks_mapped(place: Place) -> None:
