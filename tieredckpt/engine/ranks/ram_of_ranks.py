@@ -106,7 +106,7 @@ class RamOfRanks:
             found = folders[folder] = _Folder(commits, dict.fromkeys(_steps(folder, commits), ""))
             if (tier := await look_into(state, folder)) is None:
                 if commits:
-                    _log.warning("the RAM of a rank at %s cannot be read", folder)
+                    _log.log(await _level(folder), "the RAM of a rank at %s cannot be read", folder)
                 all_read = all_read and not commits
                 continue
             try:
@@ -115,7 +115,8 @@ class RamOfRanks:
                     try:
                         record, part = await _part(state, tier, step)
                     except TieredCkptError as error:
-                        _log.warning("%s cannot be read in the RAM of a rank: %s", step, error)
+                        level = await _level(folder, error)
+                        _log.log(level, "%s cannot be read in the RAM of a rank: %s", step, error)
                         all_read = all_read and isinstance(error, Corrupt | NotFound)
                         continue
                     parts.setdefault(step, {}).setdefault(record.run, {})[record.rank or 0] = part
@@ -234,6 +235,12 @@ class RamOfRanks:
 async def _part(state: State, tier: Tier, step: StepId) -> tuple[StepRecord, bytes]:
     index = await step_index.load(tier, step)
     return index.record, await in_thread(encode_own, index, pool=state.pool)
+
+
+async def _level(folder: Path, error: TieredCkptError | None = None) -> int:
+    """How to log that something cannot be read: a rank that runs evicts steps, and one that ends gives its RAM back."""
+    gone = isinstance(error, NotFound) or not await in_thread(folder.is_dir)
+    return logging.DEBUG if gone else logging.WARNING
 
 
 def _warn_beside_agent(folders: Collection[Path]) -> None:

@@ -112,7 +112,7 @@ async def test_what_is_due_is_promoted_before_it_leaves_ram(
         await store.flush()
         await polled(lambda: not folders(place))
         assert await steps_of(store) == [(2, ("disk",)), (3, ("ram",))]
-        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert "the RAM of a rank" not in caplog.text
     async with alone(place, read_only=True) as store:
         assert_whole(await store.restore(2), 2)
 
@@ -317,6 +317,23 @@ async def test_ram_that_another_process_uses_is_left_alone(place: RanksPlace, ca
             assert len(said) == 1  # it is not tried at each change
             assert_whole(await store.restore(1, resume=False), 1)
     assert folders(place) == ["rank-0", "rank-1"]
+
+
+@pytest.mark.parametrize("gone", ["all", "steps"])
+async def test_ranks_that_give_their_ram_back_under_a_look_are_no_trouble(
+    place: RanksPlace, gone: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await saved_by_ranks(place, 1, 2)
+    part = ram_of_ranks._part
+
+    async def part_late(state: State, tier: Tier, step: StepId) -> Any:
+        shutil.rmtree(Path(tier.store.location, "" if gone == "all" else "steps"), ignore_errors=True)
+        return await part(state, tier, step)
+
+    monkeypatch.setattr(ram_of_ranks, "_part", part_late)
+    async with alone(place, read_only=True) as store:
+        assert not await store.steps()
+    assert "the RAM of a rank" not in caplog.text
 
 
 async def test_a_step_of_ranks_that_is_read_is_not_taken_out(place: RanksPlace) -> None:
