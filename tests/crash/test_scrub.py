@@ -337,6 +337,17 @@ async def test_what_is_lost_is_named_and_keeps_nothing_else_from_being_repaired(
         assert_same(whole.tree["c"], state(2)["c"])
 
 
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+async def test_every_array_that_has_a_lost_chunk_is_named(place: Path, tier: str) -> None:
+    """Only one of the equal ones was, and the others were told to be repaired."""
+    async with opened(place, tier) as store:
+        equal = state(1)["a"]
+        await store.save(1, {"a": equal, "b": state(1)["b"], "c": equal.copy(), "d": equal.copy()})
+        await flip_chunk(store, tier, 1, "c", 1)
+        (found,) = await store.verify(1, repair=True)
+        assert (found.damaged, found.lost, found.repaired) == (("a", "c", "d"), ("a", "c", "d"), False)
+
+
 async def test_a_chunk_that_was_lost_is_whole_again_when_it_is_saved_again(place: Path) -> None:
     async with saved(place, "disk", "far") as store:
         for tier in ("disk", "far"):

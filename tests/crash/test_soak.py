@@ -83,7 +83,7 @@ async def test_damage_that_is_not_repaired_is_found_out(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def give_up(_: object, __: object, ___: object, damage: Iterable[Damage]) -> list[Unrepaired]:
-        return [Unrepaired((each.key,), each.error) for each in damage]
+        return [Unrepaired((each.digest,), each.error) for each in damage]
 
     monkeypatch.setattr("tieredckpt.engine.repairing.verify.repair_chunks", give_up)
     found = await soak(LONGEST, shared_memory, tmp_path, seed=1, every=0.0)

@@ -78,4 +78,4 @@ async def check(state: State, source: StepSource, scan: Scan) -> None:
         scan.intact.update((place_of(piece), id(piece) not in failed) for piece in batch)
     for piece in stored:
         if not scan.intact[place_of(piece)] and unread.get(place_of(piece)) is not piece:
-            source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as another step showed"))
+            source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as a read before showed"))

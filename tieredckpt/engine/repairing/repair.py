@@ -35,9 +35,9 @@ _log = logging.getLogger("tieredckpt")
 
 @dataclass(frozen=True, slots=True)
 class Unrepaired:
-    """Arrays that stay damaged on a tier, and why. With a `Corrupt` they are intact nowhere: lost."""
+    """Chunks that stay damaged on a tier, and why. With a `Corrupt` they are intact nowhere: lost."""
 
-    keys: tuple[str, ...]
+    digests: tuple[bytes, ...]
     error: TieredCkptError
 
 
@@ -73,7 +73,7 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
         except TieredCkptError as error:
             if not tier.steps.keeps(step):
                 continue  # evicted meanwhile, and nothing is left to repair
-            left = [Unrepaired(tuple(sorted({found.key for found in chunks.values()})), error)]
+            left = [Unrepaired(tuple(chunks), error)]
         if not left:
             tier.steps.impaired.discard(step)
         elif any(isinstance(each.error, Corrupt) for each in left):  # no copy is good, nor can mend another
@@ -185,7 +185,7 @@ async def _read_good(
             with suppress(Corrupt, NotFound, TierUnavailable):
                 await read_chunk(found.tier, chunk.where, chunk.digest, into, source.state.pool)
                 return found.tier
-        left.append(Unrepaired((layout.array_key(key),), error))
+        left.append(Unrepaired((found.digest,), error))
         return None
 
 

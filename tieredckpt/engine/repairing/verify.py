@@ -124,7 +124,8 @@ class Verifier:
         if repairs and not tier.steps.keeps(step):
             raise _left(step, tier)
         keys = tuple(sorted({found.key for found in damage}))
-        lost = {key for each in unrepaired if isinstance(each.error, Corrupt) for key in each.keys}
+        gone = {digest for each in unrepaired if isinstance(each.error, Corrupt) for digest in each.digests}
+        lost = {found.key for found in damage if found.digest in gone}
         problem = str(unrepaired[0].error if unrepaired else damage[0].error)
         return Verified(step, tier.name, nbytes, keys, repairs and not unrepaired, problem, tuple(sorted(lost)))
 
