@@ -7,7 +7,7 @@ import logging
 import msgspec
 
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places
-from tieredckpt.engine.restoring.source import report_silent
+from tieredckpt.engine.restoring.source import ask_again, report_silent
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.steps import Held
@@ -122,7 +122,8 @@ async def _whole_record(state: State, step: StepId) -> StepRecord | None:
     """
     silent: TierUnavailable | None = None
     before = places(state, step)
-    for tier in state.holders(step):
+    asked = state.holders(step)
+    for tier in asked:
         held = tier.steps.held.get(step)
         if held is None:
             continue  # it left while another tier was asked
@@ -138,6 +139,7 @@ async def _whole_record(state: State, step: StepId) -> StepRecord | None:
             state.changed.notify()  # its tier is to get it anew
         except TierUnavailable as error:
             report_silent(state, tier, error)
+            ask_again(asked, tier, error)
             silent = error
         else:
             if tier.steps.held.get(step) is held:  # and neither left meanwhile nor was committed anew

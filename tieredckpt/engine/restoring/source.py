@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.manifest import Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "pinned", "report_silent"]
+__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "ask_again", "pinned", "report_silent"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -135,9 +134,8 @@ class StepSource:
                 yield cls(state, step, merged.tier, merged.index, near=near, passing=passing, _indexes=indexes)
             return
         unreadable: list[tuple[Tier, TieredCkptError]] = []
-        waiting, asked_again = deque([only] if only is not None else state.holders(step)), Counter[str]()
-        while waiting:
-            tier = waiting.popleft()
+        asked = [only] if only is not None else state.holders(step)
+        for tier in asked:
             if step in tier.steps.leaving:  # no reader pins it any more
                 continue
             if only is None and state.membership.size > 1 and not tier.shared:  # which has a part of it
@@ -150,9 +148,7 @@ class StepSource:
                     _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
                     unreadable.append((tier, error))
                     report_silent(state, tier, error)
-                    if isinstance(error, Overdue) and asked_again[tier.name] < tier.config.retries:
-                        asked_again[tier.name] += 1
-                        waiting.append(tier)  # behind all others
+                    ask_again(asked, tier, error)
                     continue
                 yield cls(state, step, tier, index, unreadable=unreadable, _indexes={tier.name: index})
                 return
@@ -386,6 +382,12 @@ def _placed(pieces: list[Piece], place: Callable[[Piece], Extent | None]) -> tup
 def _level(state: State, error: TieredCkptError) -> int:
     """Log level for a missing copy: only INFO in a reader, beside which a writer may evict steps at any time."""
     return logging.INFO if state.read_only and isinstance(error, NotFound) else logging.WARNING
+
+
+def ask_again(asked: list[Tier], tier: Tier, error: TieredCkptError) -> None:
+    """Let a tier that did not answer in time be asked again, behind all others, as often as its ``retries`` say."""
+    if isinstance(error, Overdue) and asked.count(tier) <= tier.config.retries:
+        asked.append(tier)
 
 
 def report_silent(state: State, tier: Tier, error: TieredCkptError) -> None:

@@ -14,6 +14,7 @@ from support.scenes import CHUNK, assert_restored, config, folder, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.opening.upkeep import catalogue
 from tieredckpt.errors import TierUnavailable
 
 NEVER = 100
@@ -70,6 +71,21 @@ async def test_what_one_tier_alone_has_is_asked_for_again(tmp_path: Path, faults
         tier_of(store, "disk").steps.indexes.clear()
         faults["disk"].hold(verb, key="[ps]*/*", times=2)
         assert_restored(await store.restore(), saved)
+
+
+async def test_a_record_that_was_known_from_a_catalog_alone_is_asked_for_again(
+    tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, catalog_entries=1)
+    saved, chosen = tree(1), settings(tmp_path, "disk", retries=2)
+    async with CheckpointStore.open(chosen) as store:
+        await store.save(1, saved)
+        await store.save(2, tree(2))
+        await store._life.loop.call(catalogue(tier_of(store, "disk")))
+    async with CheckpointStore.open(chosen) as store:
+        assert [held.whole for step, held in tier_of(store, "disk").steps.held.items() if step.step == 1] == [False]
+        faults["disk"].hold("get", key="steps/*", times=2)
+        assert_restored(await store.restore(1), saved)
 
 
 @pytest.mark.parametrize(("verb", "times"), [("get", 3), ("get_into", 4)])

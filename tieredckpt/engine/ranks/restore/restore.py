@@ -28,7 +28,7 @@ from tieredckpt.engine.ranks.open import Opening
 from tieredckpt.engine.ranks.restore.peers import PeerExchange
 from tieredckpt.engine.ranks.restore.rendezvous import Rendezvous
 from tieredckpt.engine.restoring.lookup import Wanted
-from tieredckpt.engine.restoring.source import ChosenStep
+from tieredckpt.engine.restoring.source import ChosenStep, ask_again
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
@@ -214,13 +214,15 @@ class CollectiveRestores:
     async def _whole_index(self, step: StepId) -> tuple[Tier, Index]:
         """The index of a whole step from the nearest tier that has a readable one. Raises the last one's error."""
         problem: TieredCkptError = NotFound(f"no tier holds {step}")
-        for tier in self._state.holders(step):
+        asked = self._state.holders(step)
+        for tier in asked:
             try:
                 if not tier.shared:
                     return tier, await in_thread(self._index_of_parts, step, pool=self._state.pool)
                 return tier, await step_index.read(tier, step)
             except (Conflict, Corrupt, NotFound, TierUnavailable) as error:
                 _log.warning("%s cannot be opened on tier %r: %s", step, tier.name, error)
+                ask_again(asked, tier, error)
                 problem = error
         raise problem
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cohort import COLUMNS, DEADLINE, ROWS, RanksPlace, assert_whole, blank, common, part, whole
-from support.insight import mapped_below
+from support.insight import mapped_below, tier_of
 from support.scenes import SOON, config, folder
 
 from tieredckpt import CheckpointStore, Shard, Sharded
+from tieredckpt.blobs.wrap import Deadline
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, Invalid, NotFound, RanksUnavailable, TieredCkptError
@@ -168,6 +169,18 @@ async def test_the_newest_step_that_is_whole_is_taken_and_not_a_newer_one_in_par
         await ranks.save(2, ranks=[0])
         await ranks.failed([0], step=2)
     async with place.open(2) as ranks:
+        for restored in await ranks.restored():
+            assert_whole(restored, 1)
+
+
+async def test_an_index_that_comes_late_is_asked_for_again(place: Place) -> None:
+    async with place.open(2) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+    place.lose_ram()
+    async with place.open(2, disk_settings={"retries": 2}) as ranks:
+        slow = ranks.faulty(0)
+        tier_of(ranks[0], "disk").blobs = Deadline(slow, "disk", base=1.0)
+        slow.hold("get", key="steps/*", times=2)
         for restored in await ranks.restored():
             assert_whole(restored, 1)
 
