@@ -191,7 +191,8 @@ class StepExported(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExportFailed(Event):
-    """A step could not be exported, or the destination could not be looked at (``step`` is None then).
+    """A step could not be exported; or the destination could not be looked at, or cleared of what ``keep`` lets go
+    (``step`` is None then).
 
     It is tried again in ``retry_in`` seconds; None where only a change of the step or the configuration would help.
     """

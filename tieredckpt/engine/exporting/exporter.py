@@ -108,9 +108,9 @@ class Exporter:
             while not being_cancelled():
                 for export in self._exports:
                     await self._look(export)
-                found = self._next()
-                if found is not None:
-                    await self._export(*found)
+                if (found := self._next()) is not None:
+                    export, step = found
+                    await (self._delete_unkept(export) if step is None else self._export(export, step))
                     continue
                 self._rests += 1
                 if self._waiters:
@@ -124,8 +124,8 @@ class Exporter:
                 with suppress(TieredCkptError):
                     await export.place.close()
 
-    def _next(self) -> tuple[_Export, StepId] | None:
-        """The export that waits, and its newest step."""
+    def _next(self) -> tuple[_Export, StepId | None] | None:
+        """The export that waits, and its newest step; None for a deletion that is to be made again."""
         for export in self._exports:
             if export.there is None or not self._may_try(export):
                 continue
@@ -138,11 +138,10 @@ class Exporter:
                     export, None, TierUnavailable(f"what is due was not found: {type(error).__name__}: {error}")
                 )
                 continue
-            if step is not None:
+            if step is not None or export.health.error is not None:
                 self._exports.remove(export)
                 self._exports.append(export)  # it is the others' turn next
                 return export, step
-            self._works_again(export)
         return None
 
     def _works_again(self, export: _Export) -> None:
@@ -213,7 +212,7 @@ class Exporter:
 
     def _failed(self, export: _Export, step: StepId | None, error: Exception, *, for_good: bool = False) -> None:
         retry_in = None if for_good else export.health.fail(error)
-        what = "its place cannot be looked at" if step is None else f"{step} was not exported"
+        what = "its place fails" if step is None else f"{step} was not exported"
         then = "" if retry_in is None else f", next try in {retry_in:.1f} s"
         _log.warning("export %r: %s%s: %s", export.config.name, what, then, error)
         number, serial = (None, None) if step is None else (step.step, step.serial)
@@ -333,6 +332,7 @@ class Exporter:
                 return
             del export.there[record.step]
             _log.info("export %r: step %d was deleted, as `keep` says", export.config.name, record.step)
+        self._works_again(export)
 
     # -- looking ------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from tieredckpt.blobs.posix import stream
 from tieredckpt.blobs.posix.stream import Blocks
 from tieredckpt.engine import limits
 from tieredckpt.engine.exporting import exporter
+from tieredckpt.engine.exporting.folder import Folder
+from tieredckpt.engine.exporting.places import Record
 from tieredckpt.events import ExportFailed, StepExported
 from tieredckpt.policy import Promotion, StepView, StoreView, TierView
 
@@ -273,6 +275,31 @@ def test_keep_says_how_many_exports_stay(open_store: Open, tmp_path: Path) -> No
     store.flush()
     assert names(tmp_path / "out") == ["step-3", "step-4"]
     assert names(tmp_path / "best") == ["step-1"]
+
+
+def test_a_deletion_that_failed_is_made_again(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was told to be tried again, and to work again, and was made after the next export alone."""
+    delete, failed, deleted = Folder.delete, threading.Event(), threading.Event()
+
+    async def fail_once(folder: Folder, record: Record) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise TierUnavailable("the folder does not answer")
+        await delete(folder, record)
+        deleted.set()
+
+    monkeypatch.setattr(Folder, "delete", fail_once)
+    store = open_store(hf={"format": "safetensors", "keep": 1})
+    for step in (1, 2):
+        store.save(step, tree(step))
+        store.flush()
+    assert deleted.wait(60)
+    assert names(tmp_path / "out") == ["step-2"]
+    assert "export 'hf': its place fails, next try in" in caplog.text
+    store.flush()
+    assert [(info.steps, info.problem) for info in store.export_infos()] == [((2,), "")]
 
 
 def test_what_is_no_export_of_this_store_is_not_replaced(open_store: Open, tmp_path: Path) -> None:
