@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from tieredckpt import TierUnavailable
+from tieredckpt.blobs.posix.stream import Blocks
 from tieredckpt.config import ExportConfig
 from tieredckpt.engine.exporting import exporter, folder
 from tieredckpt.engine.exporting.folder import Folder
@@ -53,6 +54,42 @@ class Held:
             self.begun.set()
             assert self.go_on.wait(SOON)
         return self._function(*arguments, **named)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_all_of_an_export_is_on_the_device_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def flushed(fd: int) -> None:
+        fsync(fd)
+        calls.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+
+    def renamed(path: Path, to: Path) -> None:
+        rename(path, to)
+        calls.append(f"renamed to {to.name}")
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    place = Folder(tmp_path, lambda: "of-test")
+    async with place.writing(record(), None, Blocks()) as writing:
+        for name in FILES:
+            if streamed:
+                with writing.files.open(name) as file:
+                    file.write(b"1")
+            else:
+                assert writing.path is not None
+                writing.path.mkdir(exist_ok=True)
+                (writing.path / name).write_text("1")
+        await writing.commit(record())
+    check(tmp_path, 1)
+    named = calls.index("renamed to step-1")
+    assert {*calls[:named]} == {*FILES, RECORD, "step-1"}
+    assert calls[named + 1 :] == [tmp_path.name]
+    await place.delete(record())
+    assert calls[-2:] == ["renamed to gone", tmp_path.name]
 
 
 async def test_an_export_that_is_given_up_at_its_rename_is_whole_or_not_there(
