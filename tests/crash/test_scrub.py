@@ -36,6 +36,7 @@ from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.blobs.ram.owner import write_owner
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.config import to_toml
+from tieredckpt.engine.repairing import repair
 from tieredckpt.engine.repairing.check import Scan
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.errors import Corrupt, Invalid, NotFound
@@ -359,6 +360,34 @@ async def test_a_chunk_that_was_lost_is_whole_again_when_it_is_saved_again(place
         await store.scrub(repair=True)
         assert told(await store.scrub()) == []
     await assert_whole(place, "disk", "far")
+
+
+async def test_a_step_that_was_repaired_in_ram_counts_as_a_good_copy_again(place: Path) -> None:
+    async with opened(place, "ram") as store:
+        await store.save(1, state(1))
+        await flip_chunk(store, "ram", 1, "a")
+        assert (await store.verify(1, repair=True))[0].lost == ("a",)
+        assert [step.step for step in tier_of(store, "ram").steps.impaired] == [1]
+        await store.save(2, state(2))  # which has the same "a"
+        assert (await store.verify(1, repair=True))[0].repaired
+        assert not tier_of(store, "ram").steps.impaired
+
+
+async def test_a_step_that_is_evicted_while_it_is_repaired_is_no_failure(
+    place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with saved(place, "disk", "far") as store:
+        await flip_chunk(store, "disk", 1, "b")
+        copy = repair.copy_step
+
+        async def evicted(*arguments: Any, **options: Any) -> int:
+            await store._life.engine.admin.evict(1, "disk")
+            return await copy(*arguments, **options)
+
+        monkeypatch.setattr(repair, "copy_step", evicted)
+        with pytest.raises(NotFound, match="left tier 'disk' while it was verified"):
+            await store.verify(1, "disk", repair=True)
+        assert "could not be repaired" not in caplog.text
 
 
 # -- commits ----------------------------------------------------------------------------------------------

@@ -92,6 +92,31 @@ async def test_all_of_an_export_is_on_the_device_before_it_has_its_name(
     assert calls[-2:] == ["renamed to gone", tmp_path.name]
 
 
+async def test_an_export_that_is_given_up_before_its_rename_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a thread that was left behind puts it in the way of the next try."""
+    flushing = Held(folder.flush_tree)
+    monkeypatch.setattr(folder, "flush_tree", flushing)
+    place, given_up = Folder(tmp_path, lambda: "of-test"), asyncio.Event()
+    run = place.run
+
+    async def tells(what: str, *arguments: Any, **named: Any) -> Any:
+        if what == "the end of an export":  # which comes after it was given up
+            given_up.set()
+        return await run(what, *arguments, **named)
+
+    monkeypatch.setattr(place, "run", tells)
+    exporting = asyncio.create_task(export(place, 1))
+    assert await asyncio.to_thread(flushing.begun.wait, SOON)
+    exporting.cancel()
+    await asyncio.wait_for(given_up.wait(), SOON)
+    flushing.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await exporting
+    assert os.listdir(tmp_path) == []
+
+
 async def test_an_export_that_is_given_up_at_its_rename_is_whole_or_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
