@@ -7,11 +7,13 @@ import errno
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.limits import limit
 
 from tieredckpt import TierUnavailable
 from tieredckpt.blobs.posix.stream import Blocks
@@ -90,6 +92,29 @@ async def test_all_of_an_export_is_on_the_device_before_it_has_its_name(
     assert calls[named + 1 :] == [tmp_path.name]
     await place.delete(record())
     assert calls[-2:] == ["renamed to gone", tmp_path.name]
+
+
+async def test_what_a_format_leaves_to_be_flushed_has_time_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = folder.flush_tree
+
+    def slowly(*arguments: Any, **named: Any) -> None:
+        time.sleep(1.0)
+        flush(*arguments, **named)
+
+    monkeypatch.setattr(folder, "flush_tree", slowly)
+    monkeypatch.setattr(folder, "_ANSWERS_WITHIN", 0.1)
+    limit(monkeypatch, export_flush_rate=record().nbytes / SOON)
+    await export(Folder(tmp_path, lambda: "of-test"), 1)
+    check(tmp_path, 1)
+
+
+async def test_a_copy_of_an_export_under_the_name_of_another_step_is_no_export(tmp_path: Path) -> None:
+    place = Folder(tmp_path, lambda: "of-test")
+    await export(place, 1)
+    shutil.copytree(tmp_path / "step-1", tmp_path / "step-2")
+    assert [*await place.exported()] == [1]
 
 
 async def test_an_export_that_is_given_up_before_its_rename_does_not_appear(
