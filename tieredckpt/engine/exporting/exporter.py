@@ -63,8 +63,8 @@ class _Export:
     format: Format
     place: Place
     exported: due.Exported
-    there: due.Exported | None = None
-    """What is exported; None before the place was looked at."""
+    known: bool = False
+    """Whether ``exported`` is what is there: its place was looked at."""
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
     """Steps that cannot be exported, whatever time passes."""
     told: set[StepId] = field(default_factory=set)
@@ -127,13 +127,13 @@ class Exporter:
     def _next(self) -> tuple[_Export, StepId | None] | None:
         """The export that waits, and its newest step; None for a deletion that is to be made again."""
         for export in self._exports:
-            if export.there is None or not self._may_try(export):
+            if not export.known or not self._may_try(export):
                 continue
             try:
                 step = self._due(export)
             except Exception as error:
                 _log.exception("export %r: unexpected failure", export.config.name)
-                export.there = None  # it is looked at anew, when this is tried again
+                export.known = False  # it is looked at anew, when this is tried again
                 self._failed(
                     export, None, TierUnavailable(f"what is due was not found: {type(error).__name__}: {error}")
                 )
@@ -149,9 +149,7 @@ class Exporter:
             _log.info("export %r works again", export.config.name)
 
     def _due(self, export: _Export) -> StepId | None:
-        if export.there is None:
-            return None
-        return due.next_due(self._state, export.config, export.there, export.stuck, busy=export.busy is not None)
+        return due.next_due(self._state, export.config, export.exported, export.stuck, busy=export.busy is not None)
 
     def _may_try(self, export: _Export) -> bool:
         if export.hanging is not None:
@@ -162,7 +160,7 @@ class Exporter:
 
     async def _look(self, export: _Export) -> None:
         """Find out what is exported, before anything else, and delete what was left unfinished."""
-        if export.there is not None or not self._may_try(export) or self._state.identity.marker is None:
+        if export.known or not self._may_try(export) or self._state.identity.marker is None:
             return
         try:
             mine = self._state.identity.marker.store
@@ -176,7 +174,7 @@ class Exporter:
                     await export.place.delete(record)
                 if not record.complete:
                     del there[record.step]
-            export.there = there
+            export.known = True
         except TieredCkptError as error:
             self._failed(export, None, error)
         except Exception as error:
@@ -197,7 +195,7 @@ class Exporter:
             if isinstance(error, NotFound) and step not in self._state.records():
                 _log.warning("export %r: %s left before it was exported: %s", export.config.name, step, error)
             else:
-                export.there = None  # what is there may have changed
+                export.known = False  # what is there may have changed
                 self._failed(export, step, error)
         except Exception as error:
             _log.exception("export %r: unexpected failure", export.config.name)
@@ -223,7 +221,6 @@ class Exporter:
     async def _make(self, export: _Export, step: StepId) -> None:
         begin = time.monotonic()
         marker = self._state.identity.marker
-        assert export.there is not None
         assert marker is not None
         reading = Reading(self._state, step, self._repair)
         blocks = self._blocks or Blocks()
@@ -242,14 +239,14 @@ class Exporter:
                     nbytes=held.info.nbytes,
                     metrics=index.record.metrics,
                 )
-                async with export.place.writing(record, export.there.get(step.step), blocks) as writing:
+                async with export.place.writing(record, export.exported.get(step.step), blocks) as writing:
                     await self._write(export, held, writing)
                     self._blocks = blocks
                     record = msgspec.structs.replace(record, files=tuple(writing.written), complete=True)
                     nbytes = await writing.commit(record)
             finally:
                 await reading.close()
-        export.there[step.step] = record
+        export.exported[step.step] = record
         left_out = [] if export.format.values else list(held.scalars)
         lag = max(0.0, self._state.observation.now() - record.saved_at)
         to = f"{export.to}/{folder_name(step.step)}"
@@ -323,14 +320,13 @@ class Exporter:
 
     async def _delete_unkept(self, export: _Export) -> None:
         """Delete the exports that are not kept."""
-        assert export.there is not None
-        for record in due.leaving(self._state, export.config, export.there):
+        for record in due.leaving(self._state, export.config, export.exported):
             try:
                 await export.place.delete(record)
             except TieredCkptError as error:
                 self._failed(export, None, error)
                 return
-            del export.there[record.step]
+            del export.exported[record.step]
             _log.info("export %r: step %d was deleted, as `keep` says", export.config.name, record.step)
         self._works_again(export)
 
@@ -347,7 +343,7 @@ class Exporter:
         finally:
             self._waiters -= 1
         for export in self._exports:
-            if export.health.error is not None and (export.there is None or self._due(export) is not None):
+            if export.health.error is not None and (not export.known or self._due(export) is not None):
                 raise again(export.health.error, f"export {export.config.name!r}: ")
             for step, error in export.stuck.items():
                 if step in self._state.records() and step not in export.told:
@@ -367,7 +363,7 @@ def _info(export: _Export) -> ExportInfo:
         name=export.config.name,
         format=export.config.format,
         to=export.to,
-        steps=tuple(sorted(export.there or ())),
+        steps=tuple(sorted(export.exported)) if export.known else (),
         exporting=None if export.busy is None else export.busy.step,
         problem="" if problem is None else str(problem),
     )
