@@ -36,7 +36,7 @@ from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.blobs.ram.owner import write_owner
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.config import to_toml
-from tieredckpt.engine.repairing import repair
+from tieredckpt.engine.repairing import background, repair
 from tieredckpt.engine.repairing.check import Scan
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.errors import Corrupt, Invalid, NotFound
@@ -388,6 +388,26 @@ async def test_a_step_that_is_evicted_while_it_is_repaired_is_no_failure(
         with pytest.raises(NotFound, match="left tier 'disk' while it was verified"):
             await store.verify(1, "disk", repair=True)
         assert "could not be repaired" not in caplog.text
+
+
+async def test_a_step_that_is_evicted_before_its_index_is_repaired_does_not_come_back(
+    place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with saved(place, "disk", "far") as store:
+        repair_index = background.repair_index
+
+        async def evicted(*arguments: Any) -> None:
+            await store._life.engine.admin.evict(2, "disk")
+            await repair_index(*arguments)
+
+        monkeypatch.setattr(background, "repair_index", evicted)
+        tier_of(store, "disk").steps.indexes.clear()
+        await flip_manifest(place, store, "disk")
+        assert_restored(await store.restore(2, resume=False), state(2))
+        await store.flush()
+        assert await store.where(2) == ("far",)
+        assert "could not be repaired" not in caplog.text
+        assert not tier_of(store, "disk").steps.damaged
 
 
 # -- commits ----------------------------------------------------------------------------------------------

@@ -12,15 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from support.limits import limit
 
-from tieredckpt import TierUnavailable
+from tieredckpt import Conflict, TierUnavailable
 from tieredckpt.blobs.posix.stream import Blocks
 from tieredckpt.config import ExportConfig
 from tieredckpt.engine.exporting import exporter, folder
 from tieredckpt.engine.exporting.folder import Folder
-from tieredckpt.engine.exporting.places import RECORD, Record
+from tieredckpt.engine.exporting.places import RECORD, Record, encode
 
 FILES = ("one", "two", "three")
 SOON = 60.0
@@ -115,6 +116,37 @@ async def test_a_copy_of_an_export_under_the_name_of_another_step_is_no_export(t
     await export(place, 1)
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-2")
     assert [*await place.exported()] == [1]
+
+
+async def test_an_export_of_another_store_is_neither_replaced_nor_deleted(tmp_path: Path) -> None:
+    """Somebody has put it in the place of one of this store, since that looked."""
+    place, other = Folder(tmp_path, lambda: "of-test"), msgspec.structs.replace(record(), store="1" * 32)
+    await export(place, 1)
+    (tmp_path / "step-1" / RECORD).write_bytes(encode(other))
+    await place.delete(record())
+    with pytest.raises(Conflict, match="no export of this store"):
+        await export(place, 2, before=record())
+    assert await place.exported() == {1: other}
+    check(tmp_path, 1)
+
+
+async def test_what_appears_under_the_name_of_an_export_at_its_rename_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "mine").write_text("mine")
+    monkeypatch.setattr(os.path, "lexists", lambda _: False)
+    with pytest.raises(Conflict, match="no export of this store"):
+        await export(Folder(tmp_path, lambda: "of-test"), 1)
+    assert os.listdir(tmp_path / "step-1") == ["mine"]
+
+
+async def test_an_export_that_somebody_moves_away_at_its_deletion_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_is_of", lambda *_: True)  # as it was a moment ago
+    await Folder(tmp_path, lambda: "of-test").delete(record())
+    assert os.listdir(tmp_path) == []
 
 
 async def test_an_export_that_is_given_up_before_its_rename_does_not_appear(
