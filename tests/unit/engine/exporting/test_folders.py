@@ -16,8 +16,9 @@ import msgspec
 import pytest
 from support.limits import limit
 
-from tieredckpt import Conflict, TierUnavailable
+from tieredckpt import Closed, Conflict, Invalid, NoSpace, NotFound, TierUnavailable
 from tieredckpt.blobs.posix.stream import Blocks
+from tieredckpt.blobs.posix.transfer import Stopped
 from tieredckpt.config import ExportConfig
 from tieredckpt.engine.exporting import exporter, folder
 from tieredckpt.engine.exporting.folder import Folder
@@ -147,6 +148,34 @@ async def test_an_export_that_somebody_moves_away_at_its_deletion_is_gone(
     monkeypatch.setattr(folder, "_is_of", lambda *_: True)  # as it was a moment ago
     await Folder(tmp_path, lambda: "of-test").delete(record())
     assert os.listdir(tmp_path) == []
+
+
+async def test_what_is_no_export_does_not_keep_the_exports_from_being_found(tmp_path: Path) -> None:
+    place = Folder(tmp_path, lambda: "of-test")
+    await export(place, 1)
+    (tmp_path / "step-2").write_text("a file")
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / RECORD).write_text("{}")
+    assert [*await place.exported()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (Stopped(), Closed),
+        (MemoryError(), NoSpace),
+        (OSError(errno.ENOSPC, "full"), NoSpace),
+        (OSError(errno.EDQUOT, "quota"), NoSpace),
+        (OSError(errno.EEXIST, "there"), Conflict),
+        (OSError(errno.EIO, "broken"), TierUnavailable),
+        (ValueError("no"), Invalid),
+        (NotFound("gone"), NotFound),
+    ],
+    ids=repr,
+)
+def test_errors_of_a_format_become_those_of_the_library(error: Exception, kind: type[Exception]) -> None:
+    assert type(folder.mapped(error, "/out")) is kind
 
 
 async def test_an_export_that_is_given_up_before_its_rename_does_not_appear(
