@@ -129,7 +129,7 @@ async def _from_other_tiers(
     for tier in holders:
         if not pieces:
             break
-        if tier is asked or tier is source.tier or (source.near is not None and not tier.shared):
+        if tier is asked or (source.near is not None and not tier.shared):
             continue
         async with AsyncExitStack() as stack:
             try:

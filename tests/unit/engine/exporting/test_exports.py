@@ -278,6 +278,22 @@ def test_keep_says_how_many_exports_stay(open_store: Open, tmp_path: Path) -> No
     assert names(tmp_path / "best") == ["step-1"]
 
 
+def test_exports_of_another_store_in_one_folder_are_not_counted_and_stay(
+    open_store: Open, tmp_path: Path, shared_memory: Path
+) -> None:
+    theirs = {"ram": {"path": str(shared_memory / "theirs")}, "disk": {"path": str(tmp_path / "theirs")}}
+    with open_store(hf={"format": "safetensors"}, **theirs) as store:
+        for step in (1, 2):
+            store.save(step, tree(step))
+        store.flush()
+    store = open_store(hf={"format": "safetensors", "keep": 1})
+    for step in (3, 4):
+        store.save(step, tree(step))
+        store.flush()
+    assert names(tmp_path / "out") == ["step-1", "step-2", "step-4"]
+    assert store.export_infos()[0].steps == (4,)
+
+
 def test_a_deletion_that_failed_is_made_again(
     open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
