@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from reliability.tiers import FaultyTiers
 from support.command_line import run
 from support.insight import flip, flip_chunk, slab_of, tier_of
 from support.scenes import (
@@ -39,7 +40,7 @@ from tieredckpt.config import to_toml
 from tieredckpt.engine.repairing import background, repair
 from tieredckpt.engine.repairing.check import Scan
 from tieredckpt.engine.repairing.verify import Verified
-from tieredckpt.errors import Corrupt, Invalid, NotFound
+from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound
 from tieredckpt.events import ChunkRepaired
 from tieredckpt.format import layout
 from tieredckpt.format.marker import decode_marker
@@ -127,6 +128,10 @@ async def flip_manifest(place: Path, store: CheckpointStore, tier: str) -> None:
 
 async def lose_index(place: Path, store: CheckpointStore, tier: str) -> None:
     some_file(place, tier, "steps/*2-*/btree*").unlink()
+
+
+async def lose_manifest(place: Path, store: CheckpointStore, tier: str) -> None:
+    some_file(place, tier, "steps/*2-*/manifest.ocdbt").unlink()
 
 
 async def flip_marker(place: Path, store: CheckpointStore, tier: str) -> None:
@@ -461,6 +466,37 @@ async def test_memory_that_is_being_viewed_is_not_reused_after_its_commit_was_da
         assert_same(seen.tree, state(2))
         await seen.verified()
         del seen
+
+
+@pytest.mark.parametrize("damage", [*COMMITS, lose_manifest], ids=lambda damage: damage.__name__)
+async def test_the_only_copy_of_a_step_stays_in_ram_though_its_commit_is_damaged_while_it_is_viewed(
+    place: Path, damage: Damage
+) -> None:
+    """Promise 6: this process still knows where its chunks are."""
+    async with saved(place, "ram") as store:
+        seen = await store.restore(2, copy=False, resume=False)
+        assert seen is not None
+        await damage(place, store, "ram")
+        assert told(await store.scrub(repair=True)) == [(2, "ram", (INDEX,), True)]
+        assert told(await store.scrub()) == []
+        await store.save(3, state(3))
+        await store.evict(2, "ram")
+        slab = slab_of(store)
+        for step in range(10, 16):
+            await store.save(step, {"x": np.full(slab.capacity // 4, step, np.uint8)})
+        assert_same(seen.tree, state(2))
+        await seen.verified()
+
+
+async def test_a_commit_that_could_not_be_written_anew_is_told(place: Path, faults: FaultyTiers) -> None:
+    async with saved(place, "disk") as store:
+        await flip_manifest(place, store, "disk")
+        faults["disk"].fail("put", NoSpace("the device is full"), key="steps/*")
+        (found,) = [each for each in await store.scrub(repair=True) if each.problem]
+        assert (found.damaged, found.repaired, found.lost) == ((INDEX,), False, ())
+        assert "it could not be committed anew: the device is full" in found.problem
+        assert told(await store.scrub(repair=True)) == [(2, "disk", (INDEX,), True)]
+        assert told(await store.scrub()) == []
 
 
 # -- markers ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 - `Evictor.evict` with ``deleted``: a person deletes a step; `check_deletable` was asked before, unless with ``force``.
 - `Evictor.drop_part`: a rank's part of a step that is not committed, or that rank 0 has evicted for all ranks.
 - `Evictor.find_out`: repeats an eviction that this rule permitted and whose outcome is unknown; it asks again first.
-- `Evictor.drop_unreadable`: a step in RAM whose index is damaged is no good copy.
+- `Evictor.drop_unreadable`: a step in RAM whose index is damaged, and not in memory either, is no good copy.
 - `Collector`: packs and index nodes that no step refers to, and commits that come late of steps that this process has
   evicted or failed to commit; one that it does not know stays, and is read.
 - `commit_file`: a failed first commit, and the nodes of a commit that a newer one of the same step replaces.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.ram.slab import aligned
-from tieredckpt.concurrency import in_thread
+from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.repairing.check import Scan, check
@@ -20,6 +20,7 @@ from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
+from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
@@ -210,7 +211,9 @@ async def repair_index(
         remembered: its index, as this process wrote or read it before.
     """
     ram = tier.ram
-    if remembered is not None and (ram is None or await _is_unread(tier, ram, step)):
+    if remembered is not None:
+        if ram is not None:
+            await whole(_keep_for_readers(tier, ram, step, remembered))
         async with tier.packs.guard:
             await commit_file.commit(tier, remembered.record, remembered.arrays, only_anew=True)
         return
@@ -224,9 +227,18 @@ async def repair_index(
         await copy_step(state, collector, step, tier)
 
 
-async def _is_unread(tier: Tier, ram: Ram, step: StepId) -> bool:
-    """Whether no process reads the step in RAM whose commit is removed: readers would not lock a new commit."""
-    if not await step_index.is_committed(tier, step):
-        return False  # it is unknown who holds a lock on the old extent
-    unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
-    return unread() and not tier.steps.pins.get(step)
+async def _keep_for_readers(tier: Tier, ram: Ram, step: StepId, index: StepIndex) -> None:
+    """Keep the chunks of a step in RAM for those who read it by the commit that is replaced: they lock no other one."""
+
+    def unread() -> bool:  # if the commit is lost, nobody knows who reads by it
+        return False
+
+    async with tier.steps.turn(step):
+        if not tier.steps.keeps(step):
+            return
+        chunks = unique_extents(index.arrays)
+        kept = [digest for digest, where in chunks.items() if ram.index.adopt(digest, where.offset, where.length)]
+        if await step_index.is_committed(tier, step):
+            unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
+        ram.retracted.append((unread, kept))
+    await ram.reclaim()

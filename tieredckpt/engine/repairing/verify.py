@@ -134,15 +134,15 @@ class Verifier:
     ) -> Verified:
         if not tier.steps.keeps(step):
             raise _left(step, tier) from error  # and is not to come back
-        repairs, problem = self.repairs(tier), str(error)
+        repairs, repaired, problem = self.repairs(tier), False, str(error)
         if repairs:
             try:
                 await repair_index(self.state, self.collector, step, tier, error, remembered)
+                repaired = step in tier.steps.held
             except TieredCkptError as failed:
                 if not tier.steps.keeps(step):
                     raise _left(step, tier) from failed
                 problem = f"{error}; it could not be committed anew: {failed}"
-        repaired = repairs and step in tier.steps.held
         lost = () if not repairs or self.state.holders(step) else (layout.STEP_RECORD,)
         return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
 
