@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 from support.records import first_record
 
-from tieredckpt.config import ExportConfig, PosixTier
+from tieredckpt.config import ExportConfig, PosixTier, RamTier
 from tieredckpt.engine.exporting import due
 from tieredckpt.engine.exporting.places import Record
 from tieredckpt.engine.state.branch import Branch
@@ -17,13 +19,34 @@ from tieredckpt.engine.state.observation import Observation
 from tieredckpt.engine.state.views import tier_view
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.format.manifest import StepId
+from tieredckpt.policy import Promotion, Retention, StepView, StoreView, TierView
 
 NAME = "hf"
 
 
-def record(step: int) -> Record:
+def record(step: int, serial: int | None = None) -> Record:
     about = {"export": NAME, "format": "safetensors", "store": "0" * 32, "saved_at": 0.0, "nbytes": 1}
-    return Record(step=step, serial=step, metrics={}, **about)  # type: ignore[arg-type]
+    return Record(step=step, serial=serial or step, metrics={}, **about)  # type: ignore[arg-type]
+
+
+class Early(Promotion):
+    """What was saved first."""
+
+    kind: Literal["test_early"] = "test_early"
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        return step.serial < 5
+
+
+class Pairs(Retention):
+    """All exports, if there are two or more."""
+
+    kind: Literal["test_pairs"] = "test_pairs"
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        found = frozenset(step.serial for step in store.steps if tier.name in step.tiers)
+        return found if len(found) > 1 else frozenset()
 
 
 async def _nowhere() -> Any:
@@ -32,14 +55,21 @@ async def _nowhere() -> Any:
 
 def store_of(steps: dict[int, float]) -> Any:
     """The engine's state with steps of these losses on one tier."""
-    tier = Tier("ram", 0, PosixTier(name="ram", path="/nowhere"), _nowhere)
-    for step, loss in steps.items():
-        held = first_record(None, step=step, serial=step, nbytes=1, metrics={"loss": loss})
+    return saves_of([(step, step) for step in steps], losses=steps)
+
+
+def saves_of(
+    saves: Iterable[tuple[int, int]], *, losses: Mapping[int, float] = MappingProxyType({}), **settings: Any
+) -> Any:
+    """The engine's state with saves, by serial and number, on one tier; ``settings`` of it, the branch and the ranks."""
+    tier = Tier("ram", 0, settings.get("tier", PosixTier(name="ram", path="/nowhere")), _nowhere)
+    for serial, step in saves:
+        held = first_record(None, step=step, serial=serial, nbytes=1, metrics={"loss": losses.get(step, 0.0)})
         tier.steps.held[held.id] = Held(held, "")
     return SimpleNamespace(
         tiers=(tier,),
-        branch=Branch(line=((1, max(steps)),)),
-        membership=Membership(),
+        branch=Branch(line=settings.get("line", ((1, max(serial for serial, _ in saves)),))),
+        membership=Membership(size=settings.get("ranks", 1)),
         observation=Observation(),
         tier_view=tier_view,
     )
@@ -60,7 +90,7 @@ def order(state: Any, export: ExportConfig, there: dict[int, Record] | None = No
     found = exported(state, export, there)
     made = []
     while (step := due.next_due(state, export, found, (), busy=False)) is not None:
-        found[step.step] = record(step.step)
+        found[step.step] = record(step.step, step.serial)
         made.append(step.step)
         for left in due.leaving(state, export, found):
             del found[left.step]
@@ -95,6 +125,38 @@ def test_the_newest_is_first_and_what_would_not_stay_is_not_exported() -> None:
     assert order(state, export_of()) == [7, 6, 5, 4, 3, 2, 1]
     assert order(state, export_of(when={"kind": "every_n_steps", "n": 3}, keep=1)) == [6]
     assert order(state, export_of(keep=2), {7: record(7)}) == [6]
+
+
+def test_an_export_of_a_later_save_takes_the_place_of_that_of_an_earlier_one() -> None:
+    state = saves_of([(1, 1), (2, 2), (5, 2)])
+    there = exported(state, export_of(), {2: record(2, 2)})
+    there[2] = record(2, 5)
+    assert [step.serial for step in there.view().steps if due.tier_name(export_of()) in step.tiers] == [5]
+    assert [*there.waiting(())] == [StepId(1, 1)]
+
+
+def test_of_several_saves_of_one_number_the_last_of_the_branch_that_can_be_is_exported() -> None:
+    """Only if the policy wants just that one."""
+    twice = saves_of([(1, 1), (2, 2), (5, 2)])
+    assert order(twice, export_of()) == [2, 1]
+    assert order(twice, export_of(when=Early())) == [1]
+    stuck = due.next_due(twice, export_of(), exported(twice, export_of()), {StepId(5, 2)}, busy=False)
+    assert stuck == StepId(2, 2)
+    went_back = saves_of([(1, 1), (2, 2), (3, 3), (4, 3)], line=((1, 3),))  # the branch continues serial 3
+    assert due.next_due(went_back, export_of(), exported(went_back, export_of()), (), busy=False) == StepId(3, 3)
+
+
+def test_of_several_ranks_what_lies_in_the_ram_of_each_is_not_exported() -> None:
+    ram = RamTier(name="ram", path=Path("/nowhere"))
+    assert order(saves_of([(1, 1)], tier=ram), export_of()) == [1]
+    assert order(saves_of([(1, 1)], tier=ram, ranks=2), export_of()) == []
+
+
+def test_what_keep_would_let_go_if_it_were_there_alone_is_not_exported() -> None:
+    """Else it would be made, and deleted, for ever."""
+    state = store_of({1: 1.0, 2: 1.0})
+    assert order(state, export_of(keep=Pairs())) == []
+    assert order(state, export_of(keep=Pairs()), {1: record(1)}) == [2]
 
 
 def test_of_many_steps_that_wait_the_best_alone_is_exported() -> None:
