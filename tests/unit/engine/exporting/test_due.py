@@ -61,7 +61,7 @@ def store_of(steps: dict[int, float]) -> Any:
 def saves_of(
     saves: Iterable[tuple[int, int]], *, losses: Mapping[int, float] = MappingProxyType({}), **settings: Any
 ) -> Any:
-    """The engine's state with saves, by serial and number, on one tier; ``settings`` of it, the branch and the ranks."""
+    """The engine's state with saves, by serial and number, on one tier; ``settings`` are its parts."""
     tier = Tier("ram", 0, settings.get("tier", PosixTier(name="ram", path="/nowhere")), _nowhere)
     for serial, step in saves:
         held = first_record(None, step=step, serial=serial, nbytes=1, metrics={"loss": losses.get(step, 0.0)})
@@ -92,6 +92,7 @@ def order(state: Any, export: ExportConfig, there: dict[int, Record] | None = No
     while (step := due.next_due(state, export, found, (), busy=False)) is not None:
         found[step.step] = record(step.step, step.serial)
         made.append(step.step)
+        assert len(made) < 100
         for left in due.leaving(state, export, found):
             del found[left.step]
     return made

@@ -15,14 +15,16 @@ import pytest
 from support.exports import Open, Paused, exported, heard, names, replace_writer, tree
 from support.limits import limit
 
-from tieredckpt import Conflict, Invalid, TierUnavailable
+from tieredckpt import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.blobs.posix import stream
 from tieredckpt.blobs.posix.stream import Blocks
 from tieredckpt.engine import limits
 from tieredckpt.engine.exporting import exporter
 from tieredckpt.engine.exporting.folder import Folder
+from tieredckpt.engine.exporting.held_step import Reading
 from tieredckpt.engine.exporting.places import Record
 from tieredckpt.events import ExportFailed, StepExported
+from tieredckpt.format.manifest import StepIndex
 from tieredckpt.policy import Promotion, StepView, StoreView, TierView
 
 
@@ -233,6 +235,45 @@ def test_a_step_that_a_format_cannot_hold_is_named_and_not_tried_again(open_stor
     assert names(tmp_path / "out") == ["step-2"]
     assert "params/w" in store.export_infos()[0].problem
     assert len(failed) == 1
+
+
+def test_a_step_that_is_lost_is_told_once_and_not_tried_again(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    async def lost(reading: Reading) -> None:
+        tries.append(reading.step.step)
+        raise Corrupt("its chunk is intact nowhere")
+
+    monkeypatch.setattr(Reading, "index", lost)
+    store = open_store(hf={"format": "safetensors"})
+    store.save(1, tree())
+    with pytest.raises(Corrupt, match="export 'hf': its chunk is intact nowhere"):
+        store.flush()
+    store.flush()
+    assert tries == [1]
+    assert "intact nowhere" in store.export_infos()[0].problem
+
+
+def test_a_step_that_left_before_its_export_is_no_failure(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = Reading.index
+
+    async def left(reading: Reading) -> StepIndex:
+        if reading.step.step == 1:
+            for tier in reading._state.tiers:
+                tier.steps.drop(reading.step)
+        return await index(reading)
+
+    monkeypatch.setattr(Reading, "index", left)
+    store = open_store(hf={"format": "safetensors"})
+    for step in (1, 2):
+        store.save(step, tree(step))
+        store.flush()
+    assert "step 1 (serial 1) left before it was exported" in caplog.text
+    assert [(info.steps, info.problem) for info in store.export_infos()] == [((2,), "")]
 
 
 def test_an_export_that_had_no_memory_is_made_later(
