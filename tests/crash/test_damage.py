@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
+from reliability.tiers import FaultyTiers
+from support.insight import bytes_of_listed_steps, extents, flip, flip_chunk, index_of, slab_of, tier_of
 from support.limits import limit
 from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, new_shared_folder, ram
 
@@ -22,7 +23,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NoSpace, NotFound
+from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import ChunkRepaired, StepRestored
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
 
@@ -286,6 +287,23 @@ async def test_an_array_that_is_damaged_everywhere_is_named_and_nothing_is_made_
         )
         with pytest.raises(Corrupt, match="array 'b'"):
             await store.restore(1, keys=["b"])
+
+
+async def test_a_chunk_is_not_lost_while_a_tier_that_may_have_it_tells_no_index(
+    place: Path, faults: FaultyTiers
+) -> None:
+    async with saved(place, "disk", "far") as store:
+        await flip_chunk(store, "disk", 1, "b", 1)
+        chunk = (await index_of(store, "far", 1))["b"].chunks[1]
+        tier_of(store, "far").packs.forget(chunk.digest)  # whose footer was damaged, say
+        tier_of(store, "far").steps.indexes.clear()
+        faults["far"].fail("get", TierUnavailable("no answer"), key="steps/*", times=None)
+        with pytest.raises(TierUnavailable, match="chunk 1 is intact on no tier that answers, and 'far' may have it"):
+            await restored(store)
+        (found,) = await store.verify(1, "disk", repair=True)
+        assert (found.damaged, found.lost, found.repaired) == (("b",), (), False)
+        faults["far"].clear()
+        assert await restored(store) == {"disk": TOTAL - CHUNK, "far": CHUNK}
 
 
 async def test_an_older_step_is_whole_when_the_newest_is_lost(place: Path) -> None:

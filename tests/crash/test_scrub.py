@@ -198,7 +198,9 @@ async def test_damage_of_any_kind_under_an_open_store_is_told_and_repaired(
         await damage(place, store, tier)
         would_repair = expected(damage, place, tier, repaired=True)
         assert told(await store.scrub()) == expected(damage, place, tier, repaired=False)
-        assert told(await store.scrub(repair=True)) == would_repair
+        repaired = await store.scrub(repair=True)
+        assert told(repaired) == would_repair
+        assert not any(each.lost for each in repaired)
         assert told(await store.scrub()) == []
         assert [info.tiers for info in await store.steps()] == [TIERS, TIERS]
     await assert_whole(place)

@@ -193,7 +193,7 @@ class StepSource:
             if tier.derived != self.tier.derived or (self.near is not None and not tier.shared):
                 continue
             for extent in tier.chunks.locate(digest):
-                if (tier.name, extent) not in tried and tier.blobs is not None:
+                if (tier.name, extent) not in tried:
                     yield tier, extent  # of another step, or of this one after a repair
 
     def _where(self, tier: Tier, index: StepIndex, key: str, ordinal: int, digest: bytes) -> Extent | bytes | None:

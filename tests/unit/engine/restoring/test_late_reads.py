@@ -10,7 +10,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_restored, config, folder, tree
+from support.scenes import CHUNK, SOON, assert_restored, config, folder, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -86,6 +86,27 @@ async def test_a_record_that_was_known_from_a_catalog_alone_is_asked_for_again(
         assert [held.whole for step, held in tier_of(store, "disk").steps.held.items() if step.step == 1] == [False]
         faults["disk"].hold("get", key="steps/*", times=2)
         assert_restored(await store.restore(1), saved)
+
+
+async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(
+    tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, catalog_entries=1)
+    saved, chosen = tree(1), settings(tmp_path, "near", "far", deadline=SOON)
+    async with CheckpointStore.open(chosen) as store:
+        for step in (1, 2):
+            await (await store.save(step, saved)).reached("far")
+        await store._life.loop.call(catalogue(tier_of(store, "near")))
+    async with CheckpointStore.open(chosen) as store:
+        near = tier_of(store, "near")
+        assert [held.whole for step, held in near.steps.held.items() if step.step == 1] == [False]
+        held = faults["near"].hold("get", key="steps/*1-*/btree*", after=True)
+        restoring = asyncio.create_task(store.restore(1, resume=False))
+        await held.reached()
+        await store.evict(1, "near")
+        held.release()
+        assert_restored(await restoring, saved)
+        assert await store.where(1) == ("far",)
 
 
 @pytest.mark.parametrize(("verb", "times"), [("get", 3), ("get_into", 4)])
