@@ -369,6 +369,15 @@ async def test_a_chunk_that_was_lost_is_whole_again_when_it_is_saved_again(place
     await assert_whole(place, "disk", "far")
 
 
+async def test_a_pack_that_stays_for_a_lost_chunk_is_not_told_as_repaired(place: Path) -> None:
+    async with opened(place, "disk") as store:
+        await store.save(1, state(1))
+        await flip_chunk(store, "disk", 1, "b")
+        await flip_footer(place, store, "disk")
+        pack = some_file(place, "disk", "packs/*/*.pack").relative_to(root_of(place, "disk")).as_posix()
+        assert told(await store.scrub(repair=True)) == [(1, "disk", ("b",), False), (None, "disk", (pack,), False)]
+
+
 async def test_a_step_that_was_repaired_in_ram_counts_as_a_good_copy_again(place: Path) -> None:
     async with opened(place, "ram") as store:
         await store.save(1, state(1))

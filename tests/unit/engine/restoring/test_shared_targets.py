@@ -60,6 +60,15 @@ def test_memory_side_by_side_is_filled(store: SyncStore) -> None:
     assert_same(into, saved)
 
 
+def test_no_items_share_no_memory(store: SyncStore) -> None:
+    saved = {"w": floats(1), "none": np.empty(0, np.float32)}
+    store.save(1, saved)
+    memory = np.full(SIZE, 7, np.float32)
+    into = {"w": memory, "none": memory[5:5]}
+    store.restore(into=into)
+    assert_same(into, saved)
+
+
 def test_tied_leaves_are_filled_where_they_were_equal(store: SyncStore) -> None:
     saved = floats(1)
     store.save(1, {"embed": saved, "head": saved.copy()})
