@@ -7,7 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,12 +20,12 @@ from support.proxy import Fault, cut, internal_error, proxy, slow_down
 
 require("obstore")
 
-from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, SyncStore, TierUnavailable
+from tieredckpt import CheckpointStore, Closed, Conflict, Corrupt, Invalid, SyncStore, TierUnavailable
 from tieredckpt.blobs.object.client import Client
 from tieredckpt.blobs.object.store import ObjectStore
 from tieredckpt.blobs.wrap import Deadline
 from tieredckpt.blobs.wrap.forward import Operation
-from tieredckpt.engine.exporting.objects import Objects
+from tieredckpt.engine.exporting.objects import ObjectFiles, Objects
 from tieredckpt.events import ExportFailed, StepExported
 from tieredckpt.interchange import export_step
 from tieredckpt.interchange.safetensors import SAFETENSORS
@@ -256,6 +256,15 @@ def test_exports_that_are_not_kept_are_deleted(open_store: Open, s3_place: Place
     store.flush()
     assert set(s3_place.bucket.sizes()) == {"step-2/model.safetensors", "step-2/tieredckpt.json"}
     equal(read_back(s3_place, 2, tmp_path / "read"), {"w0": np.ones(10)})
+
+
+async def test_no_file_is_begun_after_an_export_was_given_up() -> None:
+    """Such as the index, by which readers would find it."""
+    files = ObjectFiles(cast(Any, None), "step-1", asyncio.get_running_loop())
+    files.give_up()
+    with pytest.raises(Closed), files.open("model.safetensors.index.json"):
+        pass
+    assert files.begun == []
 
 
 def test_objects_of_others_are_not_replaced(open_store: Open, s3_place: Place) -> None:
