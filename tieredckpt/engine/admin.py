@@ -80,8 +80,8 @@ class Admin:
         try:
             found = state.find(number, damaged=True)
         except NotFound as error:
-            if silent := never_read(state):
-                raise TierUnavailable(f"{error}: {silent[0].health.error}") from error
+            if never_read(state):
+                raise TierUnavailable(str(error)) from error
             raise
         there = {step for tier in state.tiers for step in (*tier.steps.held, *tier.steps.damaged)}
         known = {step for step in there if step.step == number}

@@ -49,6 +49,20 @@ def test_the_last_good_copy_is_not_evicted(trained: Path) -> None:
     assert where(trained)[3] == ["ram", "disk"]
 
 
+@pytest.mark.parametrize(
+    ("verb", "kind"), [("promote", "NotFound"), ("evict", "NotFound"), ("delete", "TierUnavailable")]
+)
+def test_a_step_that_a_tier_out_of_reach_may_hold_is_missed_with_the_cause(trained: Path, verb: str, kind: str) -> None:
+    disk = trained.parent / "disk"
+    shutil.rmtree(disk)
+    disk.write_text("no folder")
+    result = run(verb, trained, 7, *([] if verb == "delete" else ["archive"]))
+    assert result.exit_code == 1
+    missed = f"{kind}: no tier holds step 7 (held: 1, 2, 3; not reachable at present: disk ({disk}"
+    assert result.stderr.startswith(missed)
+    assert result.stderr.count(str(disk)) == 1
+
+
 def test_a_step_is_deleted_from_every_tier_and_the_newest_by_force(trained: Path) -> None:
     told("delete", trained, 2)
     assert 2 not in where(trained)
