@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,10 +149,11 @@ def _new(to: Path) -> Iterator[Path]:
     try:
         if os.path.lexists(to) and not (to.is_dir() and not to.is_symlink() and not any(to.iterdir())):
             raise _exists(to)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=".tieredckpt-", dir=to.parent))
-        try:
-            unfinished = beside / to.name
+        with (
+            _folders_above(to),
+            tempfile.TemporaryDirectory(prefix=".tieredckpt-", dir=to.parent, ignore_cleanup_errors=True) as beside,
+        ):
+            unfinished = Path(beside, to.name)
             yield unfinished
             try:
                 if unfinished.is_dir():
@@ -165,10 +165,21 @@ def _new(to: Path) -> Iterator[Path]:
                     raise _exists(to) from error
                 raise
             sync_folder(to.parent)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
         raise (NoSpace if is_full(error) else Invalid)(f"{to} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _folders_above(to: Path) -> Iterator[None]:
+    """Make the folders above ``to``; those that are empty at the end are removed."""
+    missing = [folder for folder in to.parents if not os.path.lexists(folder)]
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def _link_or_rename(unfinished: Path, to: Path) -> None:
