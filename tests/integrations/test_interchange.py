@@ -203,6 +203,7 @@ def test_a_file_is_exported_where_files_have_one_name_alone(
         (("export", "STORE", "--to", "npz:w.npz", "--cast", "bf16"), "npz has no option cast"),
         (("export", "STORE", "--to", "safetensors:w", "--cast", "int4"), "should be one of bf16, fp16"),
         (("export", "STORE", "--to", "npz:w", "--part", "lost"), "NotFound"),
+        (("export", "STORE", "--to", "npz:new/folders/w", "--part", "lost"), "NotFound"),
         (("export", "STORE", "--to", "npy:s3://bucket/w"), "s3"),
         (("import", "pickle:x", "STORE"), "names no format"),
         (("import", "safetensors:s3://bucket/model", "STORE"), "import reads local files: copy it to a folder"),
@@ -307,3 +308,11 @@ def test_an_import_outlives_the_process_whatever_the_policy(store: Path, tmp_pat
         pytest.raises(Invalid, match="has no tier that outlives this process"),
     ):
         import_step(f"torch:{tmp_path / 'w.pt'}", opened, 6)
+
+
+def test_an_import_names_the_tier_that_cannot_be_opened(store: Path, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
+    (tmp_path / "disk").write_text("no folder")
+    result = run("import", f"torch:{tmp_path / 'w.pt'}", store, "--step", 1)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"TierUnavailable: tier 'disk' cannot be opened: {tmp_path / 'disk'} ")

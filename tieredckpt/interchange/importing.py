@@ -86,12 +86,14 @@ def import_step(
         NotFound: a file is missing.
         Invalid: the checkpoint holds a value that no step can hold, or that needs code to be run; or it has no number.
         Corrupt: a file is damaged; file and key are named. Or the step did not come back from the store.
-        TierUnavailable: no tier that outlives the process took the step.
+        TierUnavailable: no tier that outlives the process could be opened, or none took the step.
         Conflict, NoSpace: as `SyncStore.save`.
     """
-    lossy = {tier.name for tier in store.config.tiers if tier.lossy}  # they hold no exact steps
-    durable = [tier.name for tier in store.tier_infos() if tier.survives != "process" and tier.name not in lossy]
+    exact = [tier for tier in store.tier_infos() if not tier.lossy]
+    durable = [tier.name for tier in exact if tier.survives != "process"]
     if not durable:
+        if closed := [f"tier {tier.name!r} cannot be opened: {tier.problem}" for tier in exact if not tier.location]:
+            raise TierUnavailable("\n".join(closed))
         raise Invalid("the store has no tier that outlives this process, so an imported step would be gone; add one")
     if isinstance(source, ReadCheckpoint):
         number = source.step if step is None else step
