@@ -18,7 +18,7 @@ from tieredckpt.blobs.ram.owner import Place, shares
 from tieredckpt.blobs.ram.places import place_of, places_of
 from tieredckpt.blobs.wrap import Forward, Operation
 from tieredckpt.concurrency import in_thread, whole
-from tieredckpt.config import StoreConfig, load
+from tieredckpt.config import StoreConfig, TierConfig, load
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.opening.ram import judged_within
@@ -111,15 +111,21 @@ async def copy_steps(
 
 
 async def _refuse_one_place(there: StoreConfig, here: StoreConfig) -> None:
-    """Raise `Invalid` if a tier of one store is at a place of the other, or in its folder."""
-    theirs = [place for tier in there.slower if (place := await place_of(tier)) is not None]
-    ours = [place for tier in here.slower if (place := await place_of(tier)) is not None]
-    for their, our in product(theirs, ours):
+    """Raise `Invalid` if a tier of one store is at a place of the other, or in its folder or prefix."""
+    theirs = [(tier, place) for tier in there.slower if (place := await place_of(tier)) is not None]
+    ours = [(tier, place) for tier in here.slower if (place := await place_of(tier)) is not None]
+    for (source, their), (target, our) in product(theirs, ours):
         if shares([their], [our]):
             raise Invalid(f"both stores are at {our.location}; copy to a place of its own")
-        source, target = Path(their.location), Path(our.location)
-        if source.is_absolute() and (source in target.parents or target in source.parents):
-            raise Invalid(f"{source} and {target} lie in each other; copy to a place of its own")
+        one, other = _as_path(source, their), _as_path(target, our)
+        if one in other.parents or other in one.parents:
+            raise Invalid(f"{their.location} and {our.location} lie in each other; copy to a place of its own")
+
+
+def _as_path(tier: TierConfig, place: Place) -> Path:
+    """The place of a tier as a path, which for a URL begins with its service."""
+    url = getattr(tier, "url", "")
+    return Path("/", place.location.removeprefix(url), url)
 
 
 async def _copy(

@@ -310,3 +310,14 @@ async def test_what_cannot_be_copied_is_told(source: StoreConfig, tmp_path: Path
     assert not (tmp_path / "source" / "copy").exists()
     with pytest.raises(Invalid, match="RAM alone"):
         await copy_steps(source, {"store": {"name": "mine"}, "tiers": {"ram": {"kind": "ram"}}})
+
+
+async def test_a_prefix_in_that_of_the_source_is_refused(source: StoreConfig, s3_place: Place) -> None:
+    far = config({"s3": s3_place.tier(retain="all")})
+    await copy_steps(source, far)
+    for url in (f"{s3_place.url}/copy", s3_place.url.rpartition("/")[0]):
+        with pytest.raises(Invalid, match="lie in each other"):
+            await copy_steps(far, config({"s3": s3_place.tier(url=url)}))
+    beside = config({"s3": s3_place.tier(url=f"{s3_place.url}-copy", retain="all")})
+    await copy_steps(far, beside)
+    assert await content(beside) == await content(far)
