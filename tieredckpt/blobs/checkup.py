@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer, GetDigested, Stretch
-from tieredckpt.concurrency import note
+from tieredckpt.concurrency import note, on_own_thread
 from tieredckpt.errors import Conflict, NotFound, ShortRead, TieredCkptError
 from tieredckpt.format.digest import digest
 from tieredckpt.units import format_size
 
-__all__ = ["CHECKUP", "Check", "Facts", "check_up", "warm_memory", "within"]
+__all__ = ["CHECKUP", "Check", "Facts", "check_up", "random_memory", "warm_memory", "within"]
 
 CHECKUP = "checkup/"
 """The folder of keys that a trial uses; the engine has none there."""
@@ -64,7 +64,7 @@ async def check_up(
     Yields each check as it ends. The objects of the trial are deleted in the end, also after a failure. A part that has
     not ended after ``deadline`` seconds and the time for its bytes is left behind, though it may hang for ever.
     """
-    trial = await asyncio.to_thread(_Trial, store, nbytes)
+    trial = _Trial(store, await on_own_thread("trial", random_memory, nbytes))
     try:
         for name, part in trial.parts():
             check = await within(name, part(), deadline + (nbytes / min_bandwidth if name.startswith("large") else 0))
@@ -100,12 +100,11 @@ async def within(name: str, work: Coroutine[Any, Any, str], seconds: float) -> C
 
 
 class _Trial:
-    def __init__(self, store: BlobStore, nbytes: int) -> None:
+    def __init__(self, store: BlobStore, large: npt.NDArray[np.uint8]) -> None:
         self._store = store
         self._folder = f"{CHECKUP}{secrets.token_hex(8)}/"
         self._small = np.random.default_rng().bytes(1000)
-        self._large = warm_memory(nbytes)
-        self._large[:] = np.random.default_rng().integers(0, 256, self._large.size, dtype=np.uint8)
+        self._large = large
 
     def parts(self) -> list[tuple[str, Callable[[], Coroutine[Any, Any, str]]]]:
         return [
@@ -171,18 +170,18 @@ class _Trial:
         return f"{_rate(self._large.size, time.perf_counter() - begin)}, {what}"
 
     async def _read(self) -> str:
-        into = await asyncio.to_thread(warm_memory, self._large.size)
+        into = await on_own_thread("trial", warm_memory, self._large.size)
         begin = time.perf_counter()
         await self._store.get_into(self._folder + "large", 0, memoryview(into))
         seconds = time.perf_counter() - begin
-        if not await asyncio.to_thread(np.array_equal, into, self._large):
+        if not await on_own_thread("trial", np.array_equal, into, self._large):
             raise _Failed("other bytes came back than were written")
         if self._store.traits.digested_reads and isinstance(self._store, GetDigested):  # as chunks are read
             into[:] = 0
             stretch = Stretch(0, into.size, memoryview(into))
             digests = await self._store.get_digested(self._folder + "large", [stretch])
-            expected = [await asyncio.to_thread(digest, memoryview(self._large))]
-            if digests != expected or not await asyncio.to_thread(np.array_equal, into, self._large):
+            expected = [await on_own_thread("trial", digest, memoryview(self._large))]
+            if digests != expected or not await on_own_thread("trial", np.array_equal, into, self._large):
                 raise _Failed("other bytes came back than were written, or their digest is another one")
         return _rate(self._large.size, seconds)
 
@@ -215,6 +214,13 @@ def warm_memory(nbytes: int) -> npt.NDArray[np.uint8]:
     room[:] = 0
     start = -room.ctypes.data % ALIGNMENT
     return room[start : start + nbytes]
+
+
+def random_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """`warm_memory` with random bytes."""
+    memory = warm_memory(nbytes)
+    memory[:] = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
+    return memory
 
 
 def _ms(seconds: float) -> str:

@@ -97,7 +97,7 @@ def _measure(config: StoreConfig, nodes: int, nbytes: int, writes: list[str], re
         with waiting(f"measuring tier {tier.name}"):
             try:
                 if tier is config.ram:
-                    write = read = measure_copy(nbytes) * config.copy_threads
+                    write = read = run_aside(measure_copy(nbytes)) * config.copy_threads
                 else:
                     write, read = run_aside(measure_tier(tier, nbytes))
             except TieredCkptError as error:

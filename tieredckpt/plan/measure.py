@@ -8,8 +8,9 @@ import timeit
 
 import numpy as np
 
-from tieredckpt.blobs.checkup import CHECKUP, warm_memory
+from tieredckpt.blobs.checkup import CHECKUP, random_memory, warm_memory
 from tieredckpt.blobs.tier_checkup import missing_folders, remove_empty
+from tieredckpt.concurrency import on_own_thread
 from tieredckpt.config import TierConfig
 from tieredckpt.config.kinds import kind_of
 
@@ -18,10 +19,14 @@ __all__ = ["measure_copy", "measure_tier"]
 _ROUNDS = 3
 
 
-def measure_copy(nbytes: int) -> float:
+async def measure_copy(nbytes: int) -> float:
     """Bytes a second at which warm memory is copied by one thread; the best of three."""
-    source, target = warm_memory(nbytes), warm_memory(nbytes)
-    return nbytes / min(timeit.repeat(lambda: np.copyto(target, source), repeat=_ROUNDS, number=1))
+
+    def best() -> float:
+        source, target = warm_memory(nbytes), warm_memory(nbytes)
+        return min(timeit.repeat(lambda: np.copyto(target, source), repeat=_ROUNDS, number=1))
+
+    return nbytes / await on_own_thread("measurement", best)
 
 
 async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
@@ -30,11 +35,10 @@ async def measure_tier(tier: TierConfig, nbytes: int) -> tuple[float, float]:
     Raises:
         TieredCkptError: what is wrong with the tier.
     """
+    data = await on_own_thread("measurement", random_memory, nbytes)
     missing = await missing_folders(tier)
     store = await kind_of(tier).open(tier)
     key = f"{CHECKUP}{secrets.token_hex(8)}/measure"
-    data = warm_memory(nbytes)
-    data[:] = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
     try:
         begin = time.perf_counter()
         await store.put(key, [memoryview(data)])

@@ -59,9 +59,9 @@ def config(folder: Path, server: socket.socket, deadline: str) -> Path:
 
 
 @contextmanager
-def start(*arguments: object, in_order: float = 1.0) -> Iterator[subprocess.Popen[str]]:
+def start(*arguments: object, in_order: float = 1.0, before: str = "") -> Iterator[subprocess.Popen[str]]:
     """Run the command, which waits ``in_order`` seconds in place of ten for a thread that hangs."""
-    program = f"from tieredckpt.cli import ending, main; ending.IN_ORDER = {in_order}; main()"
+    program = f"{before}\nfrom tieredckpt.cli import ending, main; ending.IN_ORDER = {in_order}; main()"
     command = [sys.executable, "-P", "-c", program, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -111,6 +111,30 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, silent: socket.socket) 
                 process.send_signal(signal.SIGINT)
                 time.sleep(0.05)
         assert process.returncode == 130
+
+
+SLOW_MEMORY = """
+import time
+from tieredckpt.blobs import checkup
+def warm_memory(nbytes):
+    print("waits", flush=True)
+    time.sleep(600)
+checkup.warm_memory = warm_memory
+"""
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("verb", [("doctor",), ("plan", "--measure")], ids=lambda verb: verb[0])
+def test_an_interrupted_trial_does_not_wait_for_its_memory(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    settings = tmp_path / "ckpt.toml"
+    settings.write_text('[tiers.disk]\nkind = "posix"\npath = "disk"\n')
+    with start(*verb, settings, in_order=2 * PATIENCE, before=SLOW_MEMORY) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, err
+    assert not (tmp_path / "disk").exists()
 
 
 INTERRUPTED = """

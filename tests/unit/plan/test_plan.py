@@ -115,7 +115,7 @@ async def test_a_measurement_leaves_nothing_on_the_tier(tmp_path: Path) -> None:
     assert write > 0
     assert read > 0
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert measure_copy(1 << 20) > 0
+    assert await measure_copy(1 << 20) > 0
 
 
 def with_codec(codec: str, speed: float, **settings: Any) -> Scenario:
