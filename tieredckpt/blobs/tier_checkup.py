@@ -12,7 +12,7 @@ from tieredckpt.blobs.checkup import Check, Facts, check_up, within
 from tieredckpt.concurrency import on_own_thread_within
 from tieredckpt.config.kinds import kind_of
 from tieredckpt.config.tiers import TierConfig
-from tieredckpt.errors import NotFound
+from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.marker import decode_marker
 
@@ -56,9 +56,13 @@ async def try_tier(tier: TierConfig, nbytes: int, *, opens_within: float | None 
             yield check
             answers = answers and check.ok
         if answers:
-            marker = await within("marker", _marker(store, layout.DERIVED if tier.lossy else ""), tier.deadline)
+            root = layout.DERIVED if tier.lossy else ""
+            marker = await within("marker", _marker(store, root), tier.deadline)
             if marker.detail:
                 yield marker
+            folders = await within("folders", _folders(tier, root), tier.deadline + _AFTER_ITS_OWN)
+            if folders.detail:
+                yield folders
     finally:
         closed = await within("close", _close(store, tier, missing), _AFTER_ITS_OWN)
     if not closed.ok:
@@ -72,6 +76,21 @@ async def _marker(store: BlobStore, root: str) -> str:
     except NotFound:
         return ""
     return f"store {marker.store}, format {marker.format_version}"
+
+
+async def _folders(tier: TierConfig, root: str) -> str:
+    """The folders of the store that lies there; empty if there are none. Raises `TierUnavailable`."""
+
+    def look() -> str:
+        where = kind_of(tier).location(tier)
+        own = [Path(where, root, name) for name in layout.FOLDERS] if isinstance(where, Path) else []
+        own = [folder for folder in own if os.path.lexists(folder)]
+        closed = [str(folder) for folder in own if not os.access(folder, os.R_OK | os.W_OK | os.X_OK)]
+        if closed:
+            raise TierUnavailable(f"let this user read, write and enter {', '.join(closed)}, and what is in there")
+        return ", ".join(folder.name for folder in own)
+
+    return await on_own_thread_within(tier.deadline, tier.name, f"looking at {tier.location}", look)
 
 
 async def _close(store: BlobStore, tier: TierConfig, missing: Sequence[Path]) -> str:

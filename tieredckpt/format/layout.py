@@ -16,6 +16,7 @@ __all__ = [
     "DERIVED",
     "DERIVED_VERSION",
     "ENCODED_VERSION",
+    "FOLDERS",
     "FORMAT_VERSION",
     "FORMAT_VERSIONS",
     "LEASES",
@@ -78,6 +79,9 @@ CATALOGS = "catalogs/"
 LEASES = "leases/"
 RANKS = "ranks/"
 """Messages between ranks that have no other way to communicate; no part of any step."""
+
+FOLDERS = (STEPS, PACKS, CATALOGS, LEASES, RANKS)
+"""The folders of a root, each made when it is needed."""
 
 MANIFEST = "manifest.ocdbt"
 """Name of the commit file in the folder of a step."""

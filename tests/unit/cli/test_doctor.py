@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,20 @@ def test_the_folders_of_a_store_that_is_to_come_are_not_left(config: Path, tmp_p
     (tmp_path / "a").mkdir()
     run("doctor", tmp_path / "a" / "store", "--size", "1 MiB")
     assert list(tmp_path.rglob("a*")) == [tmp_path / "a"]
+
+
+def test_a_folder_of_the_store_that_this_user_may_not_use_is_wrong(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`checkup/` is made anew, so its rights say nothing of theirs."""
+    steps = trained.parent / "disk" / "steps"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != steps)
+    result = run("doctor", trained, "--size", "1 MiB", "--json")
+    assert result.exit_code == 1
+    tiers = json.loads(result.stdout)["tiers"]
+    (folders,) = [check for check in tiers["disk"] if not check["ok"]]
+    assert folders["detail"] == f"TierUnavailable: let this user read, write and enter {steps}, and what is in there"
+    assert all(check["ok"] for check in tiers["archive"])
 
 
 def test_it_runs_beside_a_trainer(config: Path, training: SyncStore) -> None:

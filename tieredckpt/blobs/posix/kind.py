@@ -31,7 +31,7 @@ from tieredckpt.config.kinds import TierKind
 from tieredckpt.config.shared_tiers import LustreTier, NfsTier, Striping
 from tieredckpt.config.tiers import FolderTier, PosixTier
 from tieredckpt.errors import Invalid, NotFound, TierUnavailable
-from tieredckpt.format.layout import CATALOGS, DERIVED, LEASES, MARKER, PACKS, RANKS, STEPS
+from tieredckpt.format.layout import DERIVED, FOLDERS, MARKER
 
 if TYPE_CHECKING:
     from tieredckpt.blobs.posix.paths import Folders
@@ -103,7 +103,7 @@ def _made(tier: FolderTier, system: System, stated: int | None, *, read_only: bo
 
 def _check_group(tier: FolderTier) -> None:
     """Raise `Invalid` if the root, or one of the store's folders in it, is not for its group. Raises `OSError`."""
-    for folder in (tier.path, *(tier.path / name for name in (STEPS, PACKS, CATALOGS, LEASES, RANKS))):
+    for folder in (tier.path, *(tier.path / name for name in FOLDERS)):
         try:
             mode = folder.stat().st_mode
         except FileNotFoundError:
