@@ -22,8 +22,9 @@ def folders_of(run: Path) -> dict[int, Path]:
 
 def save_meant(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Step and serial that a folder names; None for a folder of another Trainer."""
+    said = _said(folder)
     try:
-        return int(_said(folder)["step"]), int(_said(folder)["serial"])
+        return int(said["step"]), int(said["serial"])
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -211,9 +211,7 @@ class TrainingState:
                 "they are",
                 *(found.step, about["ranks"], ranks),
             )
-        for name in (*self._names(torch.nn.Module), *self._names(torch.optim.Optimizer)):
-            self._load(name, found.tree[name])
-        for name in others:
+        for name in (*self._names(torch.nn.Module), *self._names(torch.optim.Optimizer), *others):
             self._load(name, found.tree[name])
         if mine is not None:
             for name in self._of_rank:

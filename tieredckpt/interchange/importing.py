@@ -95,26 +95,24 @@ def import_step(
         if closed := [f"tier {tier.name!r} cannot be opened: {tier.problem}" for tier in exact if not tier.location]:
             raise TierUnavailable("\n".join(closed))
         raise Invalid("the store has no tier that outlives this process, so an imported step would be gone; add one")
-    if isinstance(source, ReadCheckpoint):
-        number = source.step if step is None else step
-    else:
-        number = _number(_located(source)[1]) if step is None else step
-    if not overwrite and any(info.step == number and not info.off_branch for info in store.steps()):
-        raise Conflict(f"the store has step {number}; give another number, or --overwrite (overwrite=True)")
-    found = source if isinstance(source, ReadCheckpoint) else read_checkpoint(source, number)
-    saved = store.save(number, found.tree, metrics=found.metrics, overwrite=overwrite).saved
+    if step is None:
+        step = source.step if isinstance(source, ReadCheckpoint) else _number(_located(source)[1])
+    if not overwrite and any(info.step == step and not info.off_branch for info in store.steps()):
+        raise Conflict(f"the store has step {step}; give another number, or --overwrite (overwrite=True)")
+    found = source if isinstance(source, ReadCheckpoint) else read_checkpoint(source, step)
+    saved = store.save(step, found.tree, metrics=found.metrics, overwrite=overwrite).saved
     assert saved is not None
     if saved.skipped:
-        raise TierUnavailable(f"step {number} was not saved: {saved.skipped}")
+        raise TierUnavailable(f"step {step} was not saved: {saved.skipped}")
     store.flush()
-    held = store.where(number)
+    held = store.where(step)
     tier = next((name for name in durable if name in held), durable[0])
     if tier not in held:  # its policy does not want the step, and RAM would lose it
-        store.promote(number, tier)
-    for each in store.verify(number, tier):
+        store.promote(step, tier)
+    for each in store.verify(step, tier):
         if not each.intact:
-            raise Corrupt(f"step {number} on tier {tier!r} is not as it was imported: {each.problem}; import it again")
-    return Imported(number, saved.step.serial, saved.nbytes, tier)
+            raise Corrupt(f"step {step} on tier {tier!r} is not as it was imported: {each.problem}; import it again")
+    return Imported(step, saved.step.serial, saved.nbytes, tier)
 
 
 def _number(path: Path) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -91,9 +92,7 @@ def link(root: Path, extents: Collection[Extent], to: Path) -> bool:
             if not target.is_file() or target.is_symlink() or target.stat().st_size < end:
                 raise Corrupt(f"{root / path} is no file of at least {end} bytes; verify and repair the step first")
     except OSError as error:
-        for file in to.iterdir():
-            file.unlink()
-        to.rmdir()
+        shutil.rmtree(to)
         if error.errno in NO_LINK:
             return False
         raise

@@ -118,8 +118,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     header.pop("__metadata__", None)
     memory = np.memmap(path, np.uint8, mode="r").view(np.ndarray)[8 + length :]
     end = 0
-    for name, entry in sorted(header.items(), key=lambda each: _start(path, *each)):
-        dtype, shape, start, stop = _checked(path, name, entry)
+    checked = ((name, _checked(path, name, entry)) for name, entry in header.items())
+    for name, (dtype, shape, start, stop) in sorted(checked, key=lambda each: each[1][2:]):
         if start != end:
             raise Corrupt(f"{path}: {name!r} begins at {start}, and the tensor before it ends at {end}")
         if stop > memory.size:
@@ -128,10 +128,6 @@ def _tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         yield name, memory[start:stop].view(dtype).reshape(shape)
     if end != memory.size:
         raise Corrupt(f"{path} has {memory.size - end} bytes of no tensor")
-
-
-def _start(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    return _checked(path, name, entry)[2:]
 
 
 def _checked(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:

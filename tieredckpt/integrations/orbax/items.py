@@ -96,20 +96,14 @@ def _plain(name: str, item: Any) -> Any:
 def _handler(name: str, args: Any, handler: Any) -> Any:
     if handler is not None:
         return handler
-    if not isinstance(args, orbax_args.CheckpointArgs) or not _is_registered(args):
+    try:
+        registered = orbax_args.get_registered_handler_cls(type(args))
+    except (TypeError, ValueError) as error:
         raise Invalid(
             f"item {name!r}: no handler is known for {type(args).__name__}; give one in item_handlers, or arguments of "
             f"Orbax's such as StandardSave, PyTreeSave or JsonSave"
-        )
-    return orbax_args.get_registered_handler_cls(args)()
-
-
-def _is_registered(args: Any) -> bool:
-    try:
-        orbax_args.get_registered_handler_cls(args)
-    except ValueError:
-        return False
-    return True
+        ) from error
+    return registered()
 
 
 # -- restoring --------------------------------------------------------------------------------------------
@@ -146,11 +140,8 @@ def _target(stored: Any, at: tuple[str, ...], args: Any, where: str) -> tuple[An
     if args is None or isinstance(args, orbax_args.StandardRestore):
         return (None if args is None else args.item), False
     if isinstance(args, orbax_args.ArrayRestore):
-        return (
-            (args.item, False)
-            if args.restore_args is None
-            else (with_restore_args(stored, at, args.item, args.restore_args), False)
-        )
+        given = args.restore_args
+        return args.item if given is None else with_restore_args(stored, at, args.item, given), False
     if args.transforms or args.legacy_transform_fn is not None:
         raise Invalid(f"{where}: transforms run on folders of Orbax alone; restore the step and change the tree")
     if args.item is None and args.restore_args is None:
