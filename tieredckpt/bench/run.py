@@ -161,7 +161,6 @@ def _parts(request: Request, workload: str, peer: Peer) -> tuple[Part, ...]:
 
 def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
     request = outcome.request
-    key = (workload, peer.name)
     place = f"{peer.name}, {workload}"
     if place in outcome.failed:
         return
@@ -188,7 +187,7 @@ def _take_turn(outcome: Outcome, workload: str, peer: Peer) -> None:
             outcome.failed[place] = str(error)
             return
         told = [json_decoder(Turn).decode(Path(spec.result).read_bytes()) for spec in specs]
-    outcome.turns.setdefault(key, []).append(turn.of_all_ranks(told))
+    outcome.turns.setdefault((workload, peer.name), []).append(turn.of_all_ranks(told))
 
 
 def _measured(

@@ -20,7 +20,7 @@ from tieredckpt.blobs.base import ALIGNMENT, BlobStore, Buffer, GetDigested, Str
 from tieredckpt.concurrency import note, on_own_thread
 from tieredckpt.errors import Conflict, NotFound, ShortRead, TieredCkptError
 from tieredckpt.format.digest import digest
-from tieredckpt.units import format_size
+from tieredckpt.units import format_rate, format_size
 
 __all__ = ["CHECKUP", "Check", "Facts", "check_up", "random_memory", "warm_memory", "within"]
 
@@ -228,4 +228,4 @@ def _ms(seconds: float) -> str:
 
 
 def _rate(nbytes: int, seconds: float) -> str:
-    return f"{format_size(nbytes)} at {format_size(int(nbytes / max(seconds, 1e-9)))}/s"
+    return f"{format_size(nbytes)} at {format_rate(nbytes / max(seconds, 1e-9))}"

@@ -15,7 +15,7 @@ from tieredckpt.cli.console import output, print_json, print_table, waiting
 from tieredckpt.cli.opening import Json
 from tieredckpt.config import ChfsTier, load
 from tieredckpt.errors import Invalid
-from tieredckpt.units import format_size
+from tieredckpt.units import format_rate, format_size
 
 __all__ = ["bench_chfs"]
 
@@ -63,8 +63,7 @@ def _show(figures: ChfsFigures, rounds: int) -> None:
     )
     output().print(f"libchfs {figures.library}")
     rows = [
-        (name, f"{seconds:.3f}", f"{format_size(int(figures.nbytes / seconds))}/s")
-        for name, seconds in figures.seconds.items()
+        (name, f"{seconds:.3f}", format_rate(figures.nbytes / seconds)) for name, seconds in figures.seconds.items()
     ]
     print_table(title, ("", "seconds", "speed"), rows, right=("seconds", "speed"))
     print_table(

@@ -75,15 +75,15 @@ class Forecast:
 def forecast(scenario: Scenario) -> Forecast:
     """Roll out the policies, and apply the formulas to the pace. Raises `Invalid` when no tier can take a save."""
     seen = pace(scenario)
-    losses = tuple(_loss(scenario, seen, kind) for kind in KINDS)
-    risks = [_risk(scenario, seen, loss) for loss in losses if math.isfinite(loss.mtbf)]
+    found = [_loss(scenario, seen, kind) for kind in KINDS]
+    risks = [risk for loss, risk in found if math.isfinite(loss.mtbf)]
     return Forecast(
         interval=seen.interval,
         stall=seen.stall,
         overhead=seen.stall / (seen.interval + seen.stall) if math.isfinite(seen.interval) else 0.0,
         skipped=seen.skipped,
         tiers=tuple(_tier(scenario, rung, of) for rung, of in zip(scenario.rungs, seen.tiers, strict=True)),
-        losses=losses,
+        losses=tuple(loss for loss, _ in found),
         mtbf=scenario.job_mtbf,
         ettr=ettr(seen.interval, seen.stall, risks) if math.isfinite(seen.interval) else 0.0,
         young=young(seen.stall, scenario.job_mtbf),
@@ -110,7 +110,8 @@ def _tier(scenario: Scenario, rung: Rung, seen: TierPace) -> TierForecast:
     )
 
 
-def _loss(scenario: Scenario, seen: Pace, kind: Kind) -> Loss:
+def _loss(scenario: Scenario, seen: Pace, kind: Kind) -> tuple[Loss, Risk]:
+    """The loss by a kind of failure, and its risk for the formulas."""
     mtbf = scenario.mtbf.get(kind, math.inf)
     at = mtbf if math.isfinite(mtbf) else scenario.job_mtbf
     if math.isinf(at):
@@ -121,16 +122,10 @@ def _loss(scenario: Scenario, seen: Pace, kind: Kind) -> Loss:
         if scenario.survives(rung, kind) and math.isfinite(of.period)
     ]
     if not surviving:
-        return Loss(kind, mtbf, None, math.inf, math.inf, scenario.restart)
+        risk = Risk(mtbf, math.inf, 0.0, scenario.restart)
+        return Loss(kind, mtbf, None, math.inf, math.inf, scenario.restart), risk
     risk, rung = min(surviving, key=lambda each: lost_work(each[0]) + each[0].restart)
-    return Loss(kind, mtbf, rung.name, lost_work(risk), risk.period + risk.lag, risk.restart)
-
-
-def _risk(scenario: Scenario, seen: Pace, loss: Loss) -> Risk:
-    for rung, of in zip(scenario.rungs, seen.tiers, strict=True):
-        if rung.name == loss.tier:
-            return _returning(scenario, loss.mtbf, rung, of, loss.kind)
-    return Risk(loss.mtbf, math.inf, 0.0, scenario.restart)
+    return Loss(kind, mtbf, rung.name, lost_work(risk), risk.period + risk.lag, risk.restart), risk
 
 
 def _returning(scenario: Scenario, mtbf: float, rung: Rung, seen: TierPace, kind: Kind) -> Risk:

@@ -207,7 +207,7 @@ class _Run:
 
     def _save(self) -> Events:
         begin = self.env.now
-        tier = self.world.save_tiers()[0] if self.world.save_tiers() else None
+        tier = next(iter(self.world.save_tiers()), None)
         if tier is None:
             return
         while not self.world.make_room(tier):
@@ -260,8 +260,8 @@ class _Run:
         for failure in coming:
             yield self.env.timeout(max(0.0, failure.at - self.env.now))
             self.ledger.failures[failure.kind] += 1
-            if self.phase == "train" and (part := self.env.now - self.begun):
-                self.partial += part
+            if self.phase == "train":
+                self.partial += self.env.now - self.begun
             self._enter("restart")
             for promoter in self._promoters.values():
                 if promoter.is_alive:
