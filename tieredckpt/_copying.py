@@ -124,7 +124,7 @@ async def _refuse_one_place(there: StoreConfig, here: StoreConfig) -> None:
 
 def _as_path(tier: TierConfig, place: Place) -> Path:
     """The place of a tier as a path, which for a URL begins with its service."""
-    url = getattr(tier, "url", "")
+    url = str(getattr(tier, "url", ""))
     return Path("/", place.location.removeprefix(url), url)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -149,11 +150,8 @@ def _new(to: Path) -> Iterator[Path]:
     try:
         if os.path.lexists(to) and not (to.is_dir() and not to.is_symlink() and not any(to.iterdir())):
             raise _exists(to)
-        with (
-            _folders_above(to),
-            tempfile.TemporaryDirectory(prefix=".tieredckpt-", dir=to.parent, ignore_cleanup_errors=True) as beside,
-        ):
-            unfinished = Path(beside, to.name)
+        with _beside(to) as beside:
+            unfinished = beside / to.name
             yield unfinished
             try:
                 if unfinished.is_dir():
@@ -170,12 +168,16 @@ def _new(to: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _folders_above(to: Path) -> Iterator[None]:
-    """Make the folders above ``to``; those that are empty at the end are removed."""
+def _beside(to: Path) -> Iterator[Path]:
+    """A new folder beside ``to``, which is removed at the end, as are folders above that were made and stayed empty."""
     missing = [folder for folder in to.parents if not os.path.lexists(folder)]
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        yield
+        beside = Path(tempfile.mkdtemp(prefix=".tieredckpt-", dir=to.parent))
+        try:
+            yield beside
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
     finally:
         for folder in missing:
             with suppress(OSError):
