@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 
 from tieredckpt.engine.tier.index_cache import packs_of
+from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, ocdbt
@@ -65,19 +66,29 @@ def check_record(tier: Tier, step: StepId, record: StepRecord) -> None:
 async def load(tier: Tier, step: StepId) -> StepIndex:
     """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
     steps = tier.steps
-    if not steps.has_own(step):
+    if (held := steps.own(step)) is None:
         raise NotFound(f"tier {tier.name!r} does not hold {step}")
     found = steps.indexes.get(step)
     if found is None:
         try:
             found = await asyncio.to_thread(decode_step, *await read(tier, step))
             check_record(tier, step, found.record)
-        except Corrupt as error:
-            if step in steps.held and not steps.held[step].whole:
+        except (Corrupt, NotFound) as error:
+            if _is_replaced(tier, step, held):
+                return await load(tier, step)
+            if isinstance(error, Corrupt) and step in steps.held and not steps.held[step].whole:
                 tier.quarantine(step, error)  # as if it had been read at opening
             raise
+        if _is_replaced(tier, step, held):
+            return await load(tier, step)
     steps.indexes.remember(step, found)
     return found
+
+
+def _is_replaced(tier: Tier, step: StepId, held: Held) -> bool:
+    """Whether a step was committed anew since it was ``held`` so; an index that was read meanwhile may be the old."""
+    now = tier.steps.own(step)
+    return now is not None and now is not held
 
 
 async def packs(tier: Tier, step: StepId) -> frozenset[str]:

@@ -256,10 +256,14 @@ class Steps:
         for step in tuple(self.indeterminate):
             self.resolve(step)
 
+    def own(self, step: StepId) -> Held | None:
+        """The step, or a rank's part of it, as this tier itself stores it; None where it does not."""
+        held = self.held.get(step) or self.parts.get(step)
+        return held if held is not None and held.btree_key else None
+
     def has_own(self, step: StepId) -> bool:
         """Whether this tier itself stores the step, or a rank's part of it."""
-        held = self.held.get(step) or self.parts.get(step)
-        return held is not None and held.btree_key != ""
+        return self.own(step) is not None
 
     def keeps(self, step: StepId) -> bool:
         """Whether the tier has the step, readable or not, and is not retracting it."""

@@ -250,6 +250,22 @@ async def test_what_is_verified_on_other_tiers_is_told_though_the_step_leaves_on
     assert [(found.tier, found.intact) for found in await verifying] == [("ram", True)]
 
 
+@pytest.mark.parametrize("read", ["manifest.ocdbt", "btree*"])
+async def test_a_collection_that_reads_a_step_while_it_is_committed_anew_keeps_its_new_packs(
+    scene: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture, read: str
+) -> None:
+    await flip_chunk(scene.store, "disk", 1, "params/w0")
+    scene.tier.steps.indexes.forget(scene.step)  # as after an opening that believed a catalog
+    reading = faults["disk"].hold("get", key=f"steps/*1-*/{read}", after=True)
+    collecting = asyncio.create_task(scene.store.collect())
+    await reading.reached()
+    assert all(found.intact or found.repaired for found in await scene.store.verify(1, repair=True))
+    reading.release()
+    await collecting
+    assert "cannot be read" not in caplog.text
+    assert await scene.is_held()
+
+
 async def test_a_commit_is_encoded_while_its_packs_are_written(
     scene: Scene, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
