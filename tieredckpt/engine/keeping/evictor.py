@@ -129,9 +129,11 @@ class Evictor:
                 tier.steps.held[step] = error.held
                 self._state.changed.notify()
                 continue
-            tier.steps.drop(step)
-            self._gone(step, tier)
-            await tier.store.delete(error.held.btree_key)
+            async with tier.steps.turn(step):  # a promotion that comes now may put its index nodes there
+                if tier.steps.damaged.get(step) is error:
+                    tier.steps.drop(step)
+                    self._gone(step, tier)
+                    await tier.store.delete(error.held.btree_key)
 
     def _expire_deletions(self, tier: Tier) -> None:
         """Forget deletions that can no longer come late; quarantine held steps whose deletion still may."""

@@ -84,6 +84,28 @@ async def test_what_was_deleted_by_hand_is_gone_though_the_answer_was_lost(
         assert (info.tiers, info.damaged) == (("ram",), ())
 
 
+async def test_what_is_promoted_again_while_the_rest_of_it_is_deleted_is_whole(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    everything = folder(tmp_path / "disk", retain="all")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
+        await store.save(1, tree(1))
+        await store.save(2, tree(2))
+        await store.flush()
+        faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST, after=True)
+        deleting = faults["disk"].hold("delete", key="steps/*1-*/btree")
+        with pytest.raises(TierUnavailable):
+            await store.evict(1, "disk")
+        await deleting.reached()
+        promoting = asyncio.create_task(store.promote(1, "disk"))
+        await asyncio.wait([promoting], timeout=0.5)  # longer than it takes, unless it waits
+        deleting.release()
+        await promoting
+        await store.flush()
+        assert await store.where(1) == ("ram", "disk")
+        assert all(found.intact for found in await store.verify(1))
+
+
 async def test_what_a_new_look_at_the_tier_does_not_find_is_told_to_be_gone(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
