@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from support.proxy import Fault, Proxy, abridge, cut, internal_error, lengthen, slow_down
+from support.proxy import Fault, Handler, Proxy, abridge, cut, internal_error, lengthen, slow_down
 from support.scenes import SOON
 
 from tieredckpt.blobs.base import BlobStore, Stretch
@@ -98,6 +98,37 @@ async def test_a_read_that_is_cancelled_while_its_bytes_are_placed_ends_when_the
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert ended == [True]
+
+
+@pytest.mark.parametrize("placing", [False, True], ids=["waiting for more", "placing a piece"])
+async def test_a_read_whose_server_stops_in_the_middle_ends_when_it_is_cancelled(
+    store: BlobStore, between: Proxy, monkeypatch: pytest.MonkeyPatch, placing: bool
+) -> None:
+    size = 35 * MIB
+    await store.put("a", [pattern(size)])
+    arrived, go_on, ended, take = threading.Event(), threading.Event(), threading.Event(), Landing.take
+
+    def stop(request: Handler) -> None:
+        request.answer(request.forward(), cut=True)  # half of it, more than a piece
+        ended.wait(SOON)
+
+    def slowly(self: Landing, piece: Any) -> None:
+        arrived.set()
+        go_on.wait(SOON)
+        take(self, piece)
+
+    monkeypatch.setattr(Landing, "take", slowly)
+    between.fail("GET", stop)
+    reading = asyncio.ensure_future(store.get_into("a", 0, memoryview(bytearray(size))))
+    await asyncio.to_thread(arrived.wait, SOON)
+    if not placing:
+        go_on.set()
+        await asyncio.wait([reading], timeout=0.1)
+    reading.cancel()
+    go_on.set()
+    await asyncio.wait([reading], timeout=SOON / 2)
+    assert reading.cancelled()
+    ended.set()
 
 
 @pytest.mark.parametrize("size", [9 * MIB, 35 * MIB])  # at once, and in pieces
