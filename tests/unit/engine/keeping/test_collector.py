@@ -175,6 +175,7 @@ async def test_a_collection_beside_an_eviction_does_not_miss_the_step_that_leave
         tier_of(store, "disk").steps.indexes.forget(StepId(1, 1))  # of many steps, not all are remembered
         try:
             await store.collect()
+            assert not evicting.done()  # a collection does not read the step over and over until it has gone
         finally:
             go_on.set()
             await evicting

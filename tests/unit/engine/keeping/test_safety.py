@@ -205,6 +205,20 @@ async def test_a_copy_on_a_tier_that_does_not_answer_counts_for_nothing(
         await store.evict(1, "ram")  # a newer one is as safe
 
 
+async def test_an_eviction_tells_that_its_tier_does_not_answer_where_no_last_copy_is_at_stake(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path, retain="all")})
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("disk")
+        faults.kill("disk")
+        with pytest.raises(TierUnavailable):
+            await (await store.save(3, tree(3))).reached("disk")
+        with pytest.raises(TierUnavailable):
+            await store.evict(1, "disk")
+
+
 async def test_a_rollback_does_not_let_the_durable_step_go_before_its_successor(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
