@@ -14,7 +14,8 @@ from reliability.tiers import FaultyTiers
 from support.agents import end_agent
 from support.cohort import RanksPlace, cohort
 from support.insight import tier_of
-from support.scenes import Heard, assert_restored, config, folder, pack_bytes, ram, tree
+from support.limits import limit
+from support.scenes import SOON, Heard, assert_restored, config, folder, pack_bytes, ram, tree
 
 from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, TierFailed, TierRecovered
@@ -165,7 +166,6 @@ async def test_where_a_tier_is_silent_nothing_is_deleted_but_by_force(
         with pytest.raises(TierUnavailable, match="'disk' does not answer and may hold it"):
             await store.delete(1)
         assert await store.where(1) == ("ram", "disk")
-        tier_of(store, "disk").steps.indexes.forget(store._life.engine.state.find(2))  # as where a catalog has it
         await store.delete(1, force=True)
         assert await store.where(1) == ("disk",)
         faults.revive("disk")
@@ -173,6 +173,22 @@ async def test_where_a_tier_is_silent_nothing_is_deleted_but_by_force(
         await store.flush()
         await store.delete(1)
         assert await store.all_steps() == (2, 3)
+
+
+async def test_by_force_a_step_is_deleted_without_a_word_from_a_tier_that_has_just_failed(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, first_retry=SOON)
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
+    async with CheckpointStore.open(settings) as store:
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("disk")
+        faults.kill("disk")
+        with pytest.raises(TierUnavailable):
+            await (await store.save(3, tree(3))).reached("disk")
+        tier_of(store, "disk").steps.indexes.forget(store._life.engine.state.find(2))  # of many, not all are remembered
+        await store.delete(1, force=True)
+        assert await store.where(1) == ("disk",)
 
 
 async def test_a_step_that_a_tier_may_hold_which_never_answered_is_not_said_to_be_gone(
