@@ -152,7 +152,7 @@ class Collector:
             return Collected(tier.name)
         await self.evictor.find_out(tier)  # before its packs are taken for dead
         async with tier.packs.guard:
-            if tier.marker is None or not tier.answers:  # it failed meanwhile, and what it holds is not known
+            if tier.marker is None:  # it failed meanwhile, and what it holds is not known
                 return Collected(tier.name)
             try:
                 await tier.confirm_lease()
