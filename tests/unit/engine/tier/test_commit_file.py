@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -350,6 +351,26 @@ async def test_a_collection_keeps_what_that_commit_of_a_step_needs_which_is_ther
         while len(list(scene.disk.glob("steps/*1-*/btree*"))) > 1 or len(list(scene.disk.glob("packs/*/*"))) > 2:
             await scene.store.collect()
     assert await scene.is_held()
+
+
+async def test_index_nodes_of_a_commit_that_may_come_late_stay_however_long_ago_they_were_put(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    """The put of a manifest may take longer than ``grace``; what it names then is older than that."""
+    disk = folder(tmp_path / "disk", retain="all", promote="never")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk}, grace=600)) as store:
+        await store.save(1, tree(1))
+        await store.promote(1, "disk")
+        scene = Scene(store, tmp_path / "disk")
+        scene.tier.steps.commits_come_late = True  # as on an object store
+        (old,) = scene.disk.glob("steps/*/btree*")
+        faults["disk"].fail("put", TierUnavailable("no answer"), key=MANIFEST)
+        with pytest.raises(TierUnavailable):
+            await scene.copied(again=True)
+        (nodes,) = {*scene.disk.glob("steps/*/btree*")} - {old}
+        os.utime(nodes, (1, 1))
+        await store.collect()
+        assert nodes.exists()
 
 
 async def test_a_commit_that_failed_and_cannot_be_read_costs_its_step_and_no_collection(
