@@ -157,7 +157,8 @@ async def write_packs(
             if meanwhile is not None:
                 await meanwhile(dict(place for batch in taken for place in batch.places))
     except ExceptionGroup as errors:
-        raise _first(errors) from None
+        first = _first(errors)
+        raise first from first.__cause__  # which `from None` would take away
     finally:
         for batch in taken:  # one that was cancelled before it began has given nothing back
             await batch.lent.aclose()

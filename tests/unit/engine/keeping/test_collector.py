@@ -157,7 +157,7 @@ async def test_an_orphan_of_a_dead_writer_goes_after_the_grace_period_and_not_be
 
 
 async def test_a_collection_beside_an_eviction_does_not_miss_the_step_that_leaves(
-    place: Place, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    place: Place, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     deleted, go_on = threading.Event(), threading.Event()
     really = commit_file.delete_manifest
@@ -179,6 +179,7 @@ async def test_a_collection_beside_an_eviction_does_not_miss_the_step_that_leave
         finally:
             go_on.set()
             await evicting
+        assert "cannot be read" not in caplog.text
         assert await store.where(2) == ("ram", "disk")
 
 

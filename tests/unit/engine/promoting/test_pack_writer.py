@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tieredckpt.engine.promoting.copy_step import _GROWTH, _packs
 from tieredckpt.engine.promoting.pack_writer import Need, Payload, seal_all
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.tier import step_index
-from tieredckpt.errors import Corrupt, NoSpace
+from tieredckpt.errors import Corrupt, NoSpace, TierUnavailable
 from tieredckpt.format.crc import crc32c
 from tieredckpt.format.digest import digest
 from tieredckpt.format.encoding import CRC32C
@@ -136,6 +137,23 @@ async def test_packs_before_a_failure_are_referred_to_by_the_next_try(
         stored = {path.stem for path in files_below(tmp_path / "disk" / "packs") if path.suffix == ".pack"}
         assert {key.rpartition("/")[2].removesuffix(".pack") for key in disk.packs.sizes} <= stored
         assert len(stored) <= len(disk.packs.sizes) + 1
+
+
+async def test_why_a_pack_could_not_be_written_is_told_with_the_error_of_the_system(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", promote="never")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        await store.save(1, {"w": np.zeros(CHUNK, dtype=np.uint8)})
+        disk = tier_of(store, "disk")
+        disk.blobs = faulty = Faulty(disk.store)
+        failed = TierUnavailable("no answer")
+        failed.__cause__ = OSError(errno.EIO, "input/output error")
+        faulty.fail("put", failed, key="packs/*")
+        with pytest.raises(TierUnavailable) as raised:
+            await store.promote(1, "disk")
+        assert raised.value is failed
+        assert isinstance(failed.__cause__, OSError)
 
 
 async def test_a_rank_that_follows_remembers_no_packs(shared_memory: Path, tmp_path: Path) -> None:
