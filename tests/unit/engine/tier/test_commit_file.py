@@ -21,6 +21,7 @@ from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.repairing.repair import repair_index
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.engine.tier.index_cache import located
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted
 from tieredckpt.format import layout
@@ -351,6 +352,27 @@ async def test_a_collection_keeps_what_that_commit_of_a_step_needs_which_is_ther
         while len(list(scene.disk.glob("steps/*1-*/btree*"))) > 1 or len(list(scene.disk.glob("packs/*/*"))) > 2:
             await scene.store.collect()
     assert await scene.is_held()
+
+
+async def test_a_collection_waits_for_a_commit_that_it_meets_and_takes_it_for_no_other_writers(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    """As where an agent's trainer calls a save off, and gives the tier back before the agent's commit has ended."""
+    await scene.store.save(3, tree(1))  # its chunks are on the disk
+    state = scene.store._life.engine.state
+
+    async def commit() -> None:
+        index = await step_index.load(state.tier("ram"), state.find(3))
+        await commit_file.commit(scene.tier, index.record, located(index.arrays, scene.tier.packs.index))
+
+    put = faults["disk"].hold("put", key="steps/*3-*/manifest.ocdbt", after=True)
+    committing = asyncio.create_task(scene.store._life.loop.call(commit()))
+    await put.reached()
+    collecting = asyncio.create_task(scene.store.collect())
+    await asyncio.wait([collecting], timeout=0.5)  # longer than it takes, unless it waits
+    put.release()
+    await asyncio.gather(committing, collecting)
+    assert await scene.store.where(3) == ("ram", "disk")
 
 
 async def test_index_nodes_of_a_commit_that_may_come_late_stay_however_long_ago_they_were_put(
