@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,21 @@ async def test_a_step_that_would_not_fit_after_all_evictions_drives_none_out(pla
         with pytest.raises(NoSpace):
             await (await store.save(4, state(4, nbytes=6 * STEP))).reached("disk")
         assert place.on_disk(await store.steps()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("chunks", "left"), [(5, [2, 3]), (7, [1, 2])], ids=["has room then", "has none even then"])
+async def test_a_step_drives_out_older_ones_where_what_may_leave_and_what_was_free_are_enough(
+    shared_memory: Path, tmp_path: Path, chunks: int, left: list[int]
+) -> None:
+    """The newest step of the tier may not leave before a newer one is there, and does not count."""
+    disk = folder(tmp_path / "disk", capacity=10 * (CHUNK + 4096) + CHUNK, retain="all")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+        for step in (1, 2):
+            await (await store.save(step, state(step, nbytes=4 * CHUNK))).reached("disk")
+        newest = await store.save(3, state(3, nbytes=chunks * CHUNK))
+        with nullcontext() if 3 in left else pytest.raises(NoSpace):
+            await newest.reached("disk")
+        assert [info.step for info in await store.steps() if "disk" in info.tiers] == left
 
 
 async def test_a_step_that_ram_cannot_hold_drives_out_older_ones_as_well(shared_memory: Path, tmp_path: Path) -> None:
