@@ -14,6 +14,7 @@ from reliability.tiers import FaultyTiers
 from support.agents import end_agent, until
 from support.cohort import cohort
 from support.insight import tier_of
+from support.limits import limit
 from support.scenes import CHUNK, Heard, Keeper, assert_restored, config, folder, ram
 
 from tieredckpt import CheckpointStore
@@ -200,6 +201,21 @@ async def test_several_ranks_bring_their_newest_step_to_a_full_tier(
         assert len(held) >= 2
         assert held == list(range(9 - len(held), 9))
         await ranks.flush()
+
+
+async def test_a_device_that_fills_twice_under_one_step_gives_up_an_older_one_each_time(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time the step lacks little, and far more has left the device; it lacked more the first time."""
+    limit(monkeypatch, pack_size=2 * CHUNK)  # one chunk in each
+    disk = folder(tmp_path / "disk", retain="all")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+        for step in (1, 2, 3):
+            await (await store.save(step, state(step, nbytes=16 * CHUNK))).reached("disk")
+        for nth in (14, 16):
+            faults["disk"].fail("put", NoSpace("the device is full"), key="packs/*", nth=nth)
+        await (await store.save(4, state(4, nbytes=16 * CHUNK))).reached("disk")
+        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [3, 4]
 
 
 @pytest.mark.parametrize("mode", ["promoted", "past RAM", "lease"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from tieredckpt.engine.opening.scan import look_again
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, TierUnavailable
-from tieredckpt.events import TierRecovered
+from tieredckpt.events import StepEvicted, TierRecovered
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 from tieredckpt.testing.faulty import Faulty
@@ -83,6 +84,25 @@ async def test_the_packs_of_a_step_stay_that_is_read_well_beside_the_collection(
         await store._life.loop.call(store._life.engine.collector.collect(tier))
         assert StepId(1, 1) in tier.steps.held
         assert all(found.intact for found in await store.verify(1, "disk"))
+
+
+async def test_a_damaged_step_that_is_evicted_while_another_is_read_again_ends_no_collection(
+    place: Place, disk: dict[str, Any], faults: FaultyTiers
+) -> None:
+    async with opened(place, disk) as store:
+        await two_steps_apart(store)
+        tier = tier_of(store, "disk")
+        for step in (StepId(1, 1), StepId(2, 2)):
+            tier.quarantine(step, Corrupt("no commit"))
+        reading = faults["disk"].hold("get", key="steps/0000000001-*/manifest.ocdbt")
+        collecting = asyncio.create_task(store._life.loop.call(store._life.engine.collector.collect(tier)))
+        await reading.reached()
+        heard = Heard(store)
+        evicting = asyncio.create_task(store.evict(2, "disk"))  # ends when the packs may be collected
+        await heard.first(StepEvicted)
+        reading.release()
+        await asyncio.gather(collecting, evicting)
+        assert await store.where(1) == ("ram", "disk")
 
 
 async def test_a_step_that_is_read_well_while_others_are_looked_up_counts_with_its_packs(
