@@ -171,15 +171,15 @@ def _others(tier: Tier, step: StepId) -> Conflict:
 async def _mark_indeterminate(tier: Tier, step: StepId, packs: frozenset[str], btree_key: str, *, look: bool) -> bool:
     """Resolve a commit that failed and may have happened; returns whether it has.
 
-    A first commit is undone. If requests may come late, it is only looked at (``look``): a deletion could hit a later
-    commit.
+    A first commit is undone; one in the place of a damaged one, which may only have been misread, is not. If requests
+    may come late, it is only looked at (``look``): a deletion could hit a later commit.
 
     Raises:
         Conflict: the commit that is there is another writer's.
     """
     steps, late = tier.steps, tier.steps.commits_come_late
     steps.mark_indeterminate(step, packs, btree_key)
-    if step in steps.held or (late and not look):
+    if step in steps.held or (not look if late else step in steps.damaged):
         return False
     try:
         if not late:

@@ -103,7 +103,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> AsyncIterator[Scene]:
-    disk = folder(tmp_path / "disk", retain="all", promote="never")
+    disk = folder(tmp_path / "disk", retain="all", promote="never", deadline=SOON)
     async with CheckpointStore.open(
         config({"ram": ram(shared_memory), "disk": disk}, grace=0.2, lease_ttl=0.1)
     ) as store:
@@ -206,6 +206,20 @@ async def test_until_a_step_is_committed_anew_the_commit_before_it_stays_as_it_w
     assert await scene.is_held()
 
 
+async def test_a_misread_step_that_cannot_be_committed_anew_stays_as_it_was(
+    scene: Scene, faults: FaultyTiers, tmp_path: Path
+) -> None:
+    """The medium may read it well the next time, and RAM may be gone by then."""
+    before = {path: path.read_bytes() for path in scene.disk.glob("steps/*1-*/*")}
+    faults["disk"].fail("put", TierUnavailable("no answer"), key=MANIFEST)
+    await scene.quarantine()
+    with pytest.raises(TierUnavailable):
+        await scene.copied(again=False)
+    assert before.items() <= {path: path.read_bytes() for path in scene.disk.glob("steps/*1-*/*")}.items()
+    await scene.store.collect()
+    assert await scene.is_held()
+
+
 async def test_a_step_is_not_committed_anew_once_a_deletion_of_it_may_come_late(
     scene: Scene, faults: FaultyTiers
 ) -> None:
@@ -261,7 +275,7 @@ async def test_a_collection_that_reads_a_step_while_it_is_committed_anew_keeps_i
     reading = faults["disk"].hold("get", key=f"steps/*1-*/{read}", after=True)
     collecting = asyncio.create_task(scene.store.collect())
     await reading.reached()
-    assert all(found.intact or found.repaired for found in await scene.store.verify(1, repair=True))
+    assert all(found.intact or found.repaired for found in await scene.store.verify(1, "disk", repair=True))
     reading.release()
     await collecting
     assert "cannot be read" not in caplog.text
