@@ -194,6 +194,20 @@ async def test_a_commit_of_a_damaged_step_that_fails_is_not_said_to_meet_another
         await store.promote(1, "s3")
 
 
+async def test_a_damaged_commit_is_replaced_by_one_put_and_is_not_taken_for_another_writers(
+    store: CheckpointStore, between: Proxy, s3_place: Place
+) -> None:
+    await store.save(1, tree(1))
+    await store.promote(1, "s3")
+    (key,) = manifests(s3_place)
+    await s3_place.bucket.put(key, b"damaged")
+    between.restart_count()
+    (found,) = await store.verify(1, "s3", repair=True)
+    assert found.repaired
+    assert [verb for verb, path in between.asked if MANIFEST in path].count("PUT") == 1
+    assert await store.where(1) == ("ram", "s3")
+
+
 async def test_a_commit_whose_answer_is_lost_counts(store: CheckpointStore, between: Proxy) -> None:
     await store.save(1, tree(1))
     between.fail("PUT", lose_reply_late, key=MANIFEST)

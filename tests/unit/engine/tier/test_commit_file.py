@@ -220,6 +220,22 @@ async def test_a_misread_step_that_cannot_be_committed_anew_stays_as_it_was(
     assert await scene.is_held()
 
 
+async def test_a_damaged_commit_that_cannot_be_replaced_is_not_said_to_be_repaired_and_is_no_good_copy(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    (manifest,) = scene.manifests
+    manifest.write_bytes(b"damaged")
+    faults["disk"].fail("put", TierUnavailable("no answer"), key=MANIFEST)
+    (found,) = await scene.store.verify(1, "disk", repair=True)
+    assert not found.repaired
+    assert "it could not be committed anew: no answer" in found.problem
+    assert not scene.tier.steps.has_good(scene.step)
+    (found,) = await scene.store.verify(1, "disk", repair=True)
+    assert found.intact or found.repaired
+    assert scene.tier.steps.has_good(scene.step)
+    assert await scene.is_held()
+
+
 async def test_a_step_is_not_committed_anew_once_a_deletion_of_it_may_come_late(
     scene: Scene, faults: FaultyTiers
 ) -> None:
