@@ -15,12 +15,12 @@ from support.agents import end_agent, until
 from support.cohort import cohort
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, Heard, Keeper, assert_restored, config, folder, ram
+from support.scenes import CHUNK, SOON, Heard, Keeper, assert_restored, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.errors import NoSpace
-from tieredckpt.events import RetentionCut, StepEvicted, TierFailed, TierRecovered
+from tieredckpt.events import RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered
 
 STEP = 2 * CHUNK
 
@@ -124,6 +124,25 @@ async def test_a_step_drives_out_older_ones_where_what_may_leave_and_what_was_fr
         with nullcontext() if 3 in left else pytest.raises(NoSpace):
             await newest.reached("disk")
         assert [info.step for info in await store.steps() if "disk" in info.tiers] == left
+
+
+async def test_a_step_drives_out_none_that_a_slower_tier_is_still_to_get(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    disk = folder(tmp_path / "disk", capacity=10 * (CHUNK + 4096) + CHUNK, retain="all")
+    tiers = {"ram": ram(shared_memory), "disk": disk, "far": folder(tmp_path / "far", retain="all", deadline=SOON)}
+    async with CheckpointStore.open(config(tiers)) as store:
+        heard, coming = Heard(store), faults["far"].hold("put", key="packs/*")
+        for step in (1, 2):
+            await (await store.save(step, state(step, nbytes=4 * CHUNK))).reached("disk")
+        await coming.reached()
+        newest = await store.save(3, state(3, nbytes=5 * CHUNK))
+        with pytest.raises(NoSpace):
+            await newest.reached("disk")
+        assert "disk" in await store.where(1)
+        coming.release()
+        await heard.first(StepPromoted, lambda event: (event.step, event.tier) == (3, "disk"))
+        assert await store.where(1) == ("ram", "far")
 
 
 async def test_a_step_that_ram_cannot_hold_drives_out_older_ones_as_well(shared_memory: Path, tmp_path: Path) -> None:
