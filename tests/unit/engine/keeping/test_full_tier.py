@@ -222,6 +222,23 @@ async def test_several_ranks_bring_their_newest_step_to_a_full_tier(
         await ranks.flush()
 
 
+async def test_a_device_without_room_for_an_index_alone_gives_up_as_many_small_steps_as_that_takes(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    disk = folder(tmp_path / "disk", retain="all")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+
+        async def save(step: int) -> None:
+            small = {f"w{i}": np.arange(16) + step for i in range(100)}  # inside the index
+            await (await store.save(step, small)).reached("disk")
+
+        for step in (1, 2, 3):
+            await save(step)
+        faults["disk"].fail("put", NoSpace("the device is full"), key="steps/*/btree*", times=2)
+        await save(4)
+        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [3, 4]
+
+
 async def test_a_device_that_fills_twice_under_one_step_gives_up_an_older_one_each_time(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
