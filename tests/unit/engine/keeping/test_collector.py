@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import threading
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from support.insight import flip_chunk, index_of, tier_of
 from support.scenes import CHUNK, SOON, Heard, config, crash, files_under, folder, pack_bytes
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.base import BlobInfo
 from tieredckpt.blobs.posix.paths import new_temporary
 from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.keeping.collector import Collected
@@ -39,6 +41,7 @@ from tieredckpt.events import TierRecovered
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.ocdbt import Extent
+from tieredckpt.testing.faulty import Faulty
 
 
 async def test_an_evicted_step_takes_its_packs_and_leaves_those_that_others_need(
@@ -91,6 +94,27 @@ async def test_no_step_refers_to_a_pack_that_somebody_has_deleted_once_it_was_co
         assert referenced(place.disk) <= set(files_under(place.disk))
         for step in (1, 2, 3):
             assert all(not found.problem for found in await store.verify(step))
+
+
+async def test_packs_that_a_listing_leaves_out_are_not_taken_for_deleted(
+    place: Place, disk: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the listing of a folder that a client of a network has in its cache."""
+
+    class ListsLate(Faulty):
+        async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+            async for info in super().list(prefix):
+                if not info.key.startswith(layout.PACKS):
+                    yield info
+
+    async with opened(place, disk) as store:
+        await two_steps(store)
+        tier = tier_of(store, "disk")
+        tier.blobs, known = ListsLate(tier.store), dict(tier.packs.sizes)
+        await store.collect()
+        assert tier.packs.sizes == known
+        assert "are gone" not in caplog.text
+        assert all(found.intact for found in await store.verify(1))
 
 
 async def test_packs_of_a_place_that_is_not_mounted_are_not_taken_for_deleted(

@@ -84,6 +84,26 @@ async def test_what_was_deleted_by_hand_is_gone_though_the_answer_was_lost(
         assert (info.tiers, info.damaged) == (("ram",), ())
 
 
+async def test_what_is_deleted_by_hand_while_its_first_deletion_is_looked_into_is_gone_and_the_tier_works(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    everything = folder(tmp_path / "disk", retain="all")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
+        await store.save(1, tree(1))
+        await store.save(2, tree(2))
+        await store.flush()
+        faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST)
+        looking = faults["disk"].hold("stat", key=MANIFEST, after=True)
+        with pytest.raises(TierUnavailable):
+            await store.evict(1, "disk")
+        await looking.reached()
+        await store.evict(1, "disk")
+        looking.release()
+        await store.flush()
+        assert await store.where(1) == ("ram",)
+        assert "unexpected failure" not in caplog.text
+
+
 async def test_what_is_promoted_again_while_the_rest_of_it_is_deleted_is_whole(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
