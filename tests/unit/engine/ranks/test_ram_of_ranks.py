@@ -188,8 +188,9 @@ async def test_a_late_tier_that_is_full_tells_it_too(place: RanksPlace, monkeypa
     with faulty_tiers() as faults:
         faults.refuse("disk")
         async with alone(place) as store:
+            state = store._life.engine.state
             faults.allow("disk")
-            await polled(lambda: bool(store._life.engine.state.tiers[1].steps.held))
+            await polled(lambda: bool(state.tiers[1].steps.held) and not state.ram_of_ranks)
             assert await steps_of(store) == [(1, ("disk",)), (2, ("disk",))]
             assert_whole(await store.restore(2, resume=False), 2)
 
