@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from uuid import UUID
 
 import numpy as np
@@ -35,14 +36,18 @@ from support.scenes import (
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.blobs.ram.owner import write_owner
+from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.config import to_toml
 from tieredckpt.engine.repairing import background, repair
 from tieredckpt.engine.repairing.check import Scan
 from tieredckpt.engine.repairing.verify import Verified
+from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound
 from tieredckpt.events import ChunkRepaired
 from tieredckpt.format import layout
+from tieredckpt.format.manifest import StepId
 from tieredckpt.format.marker import decode_marker
 
 TIERS = ("ram", "disk", "far")
@@ -497,6 +502,81 @@ async def test_the_only_copy_of_a_step_stays_in_ram_though_its_commit_is_damaged
             await store.save(step, {"x": np.full(slab.capacity // 4, step, np.uint8)})
         assert_same(seen.tree, state(2))
         await seen.verified()
+
+
+@pytest.mark.parametrize("evicted", ["before", "after"])
+@pytest.mark.parametrize("damage", COMMITS, ids=lambda damage: damage.__name__)
+async def test_memory_that_is_being_viewed_outlives_a_repair_and_the_process(
+    place: Path, damage: Damage, evicted: str
+) -> None:
+    """The next one finds what is read by the commit that was replaced, though that was damaged: promise 4."""
+    async with saved(place, "ram") as store:
+        seen = await store.restore(2, copy=False, resume=False)
+        assert seen is not None
+        await damage(place, store, "ram")
+        assert told(await store.scrub(repair=True)) == [(2, "ram", (INDEX,), True)]
+        await store.save(3, state(3))
+        if evicted == "before":
+            await store.evict(2, "ram")
+        await crash(store)
+    async with opened(place, "ram") as store:
+        if evicted == "after":
+            await store.evict(2, "ram")
+        slab = slab_of(store)
+        for step in range(10, 16):
+            await store.save(step, {"x": np.full(slab.capacity // 4, step, np.uint8)})
+        assert_same(seen.tree, state(2))
+
+
+async def test_two_repairs_of_a_commit_at_a_time_keep_the_step(place: Path) -> None:
+    """Promise 6: the one finds in memory what the other reads anew."""
+    async with saved(place, "ram") as store:
+        await flip_manifest(place, store, "ram")
+        await asyncio.gather(store.scrub(repair=True), store.verify(2, repair=True))
+        assert told(await store.scrub()) == []
+        assert_restored(await store.restore(2, resume=False), state(2))
+
+
+async def assert_all_memory_comes_back(store: CheckpointStore) -> None:
+    """What two steps used is free when they have left."""
+    await store.save(3, state(3))
+    for step in STEPS:
+        await store.evict(step, "ram")
+    assert [*tier_of(store, "ram").ram.index._uses.values()] == [1] * 2 * len(KEYS)
+
+
+async def test_a_restore_beside_a_repair_keeps_the_copy_in_ram(place: Path) -> None:
+    async with saved(place, "ram", "disk") as store:
+        tier = tier_of(store, "ram")
+        await flip_manifest(place, store, "ram")
+        with tier.steps.indexes.rereading(max(tier.steps.held)):
+            assert_restored(await store.restore(2, resume=False), state(2))
+            await store.flush()
+        assert await store.where(2) == ("ram", "disk")
+        assert told(await store.scrub()) == []
+        await assert_all_memory_comes_back(store)
+
+
+@pytest.mark.parametrize(("where", "what"), [(commit_file, "_put_manifest"), (RamStore, "keep")])
+async def test_a_repair_that_fails_costs_neither_the_step_nor_memory(
+    place: Path, where: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise 6: the commit was only misread, and nothing else has the step."""
+
+    async def misread(tier: Tier, step: StepId) -> Any:
+        raise Corrupt("it came wrong")
+
+    async with saved(place, "ram") as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(step_index, "read", misread)
+            patch.setattr(where, what, Mock(side_effect=NoSpace("no memory is left")))
+            assert [each[3] for each in told(await store.scrub(repair=True))] == [False, False]
+        await crash(store)
+    async with opened(place, "ram") as store:
+        for step in STEPS:
+            assert_restored(await store.restore(step, resume=False), state(step))
+        assert told(await store.scrub()) == []
+        await assert_all_memory_comes_back(store)
 
 
 async def test_a_commit_that_could_not_be_written_anew_is_told(place: Path, faults: FaultyTiers) -> None:

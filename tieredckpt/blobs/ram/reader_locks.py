@@ -2,7 +2,7 @@
 
 A reader holds a shared lock on the manifest of its step, and locks belong to files, not to names. So a removed manifest
 is renamed, with its index beside it: the next writer to open the folder, even after the death of this one, finds the
-memory that readers still use.
+memory that readers still use. One that is replaced has a second name, and beside it the new manifest and its index.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import BinaryIO
 from tieredckpt.blobs.posix.files import foreign, open_regular
 from tieredckpt.errors import Corrupt
 
-__all__ = ["RETIRED", "Retired", "StillRead"]
+__all__ = ["RETIRED", "Replaced", "Retired", "StillRead"]
 
 RETIRED = "retired"
 """Name of the folder in that of the RAM tier."""
 
 _MANIFEST_MAX = 1 << 20
 _INDEX = ".btree"
+_ANEW = ".manifest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,16 @@ class StillRead:
     index: bytes
     unread: Callable[[], bool]
     """Whether the last reader has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """An object that a new one is to replace while readers may still use it."""
+
+    unread: Callable[[], bool]
+    """Whether the last reader has gone."""
+    note: Callable[[str], None]
+    """Keep the new object, and that of this key, its index, for `StillRead`: the old one may be damaged. Blocks."""
 
 
 class Retired:
@@ -73,13 +84,36 @@ class Retired:
             raise foreign(error, path, "evicted") from error
         return self._until_unread(file, name)
 
+    def keep(self, key: str) -> Replaced:
+        """Keep an object apart that is about to be replaced. Raises `NoSpace`, `TierUnavailable`."""
+        path, name = self._folder / key, self._folder / RETIRED / secrets.token_hex(8)
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:  # it is lost, and nobody knows who reads by it
+            return Replaced(lambda: False, lambda index: None)
+        except OSError as error:
+            raise foreign(error, path, "replaced") from error
+        try:
+            name.parent.mkdir(mode=0o700, exist_ok=True)
+            os.link(path, name)
+        except OSError as error:
+            file.close()
+            raise foreign(error, path, "replaced") from error
+
+        def note(index: str) -> None:
+            with contextlib.suppress(OSError):  # only the next writer would miss it
+                os.link(path, name.with_suffix(_ANEW))
+                os.link(self._folder / index, _index_of(name))
+
+        return Replaced(self._until_unread(file, name), note)
+
     def left(self) -> list[StillRead]:
-        """Evicted steps of earlier writers that are still being read; deletes the others."""
+        """Evicted or replaced steps of earlier writers that are still being read; deletes the others."""
         names = sorted(name for name in (self._folder / RETIRED).glob("*") if name.is_file())
-        for name in (name for name in names if name.suffix == _INDEX and name.with_suffix("") not in names):
+        for name in (name for name in names if name.suffix and name.with_suffix("") not in names):
             name.unlink()
         found = []
-        for name in (name for name in names if name.suffix != _INDEX):
+        for name in (name for name in names if not name.suffix):
             try:
                 file = os.fdopen(open_regular(name, os.O_RDONLY, follow_symlinks=False), "rb")
             except (OSError, Corrupt):
@@ -87,7 +121,9 @@ class Retired:
             unread = self._until_unread(file, name)
             if not unread():
                 with contextlib.suppress(FileNotFoundError):
-                    found.append(StillRead(file.read(_MANIFEST_MAX), _index_of(name).read_bytes(), unread))
+                    anew = name.with_suffix(_ANEW)
+                    manifest = anew.read_bytes() if anew.exists() else file.read(_MANIFEST_MAX)
+                    found.append(StillRead(manifest, _index_of(name).read_bytes(), unread))
         return found
 
     def close(self) -> None:
@@ -106,6 +142,7 @@ class Retired:
                 return False
             name.unlink(missing_ok=True)
             _index_of(name).unlink(missing_ok=True)
+            name.with_suffix(_ANEW).unlink(missing_ok=True)
             self._files.discard(file)
             file.close()
             return True

@@ -31,7 +31,7 @@ from tieredckpt.blobs.ram.folder import LOCK, check_owner, take
 from tieredckpt.blobs.ram.folder import remove as remove_folder
 from tieredckpt.blobs.ram.owner import OWNER_FILES
 from tieredckpt.blobs.ram.quota import Quota, counted, expected_elsewhere
-from tieredckpt.blobs.ram.reader_locks import RETIRED, Retired, StillRead
+from tieredckpt.blobs.ram.reader_locks import RETIRED, Replaced, Retired, StillRead
 from tieredckpt.blobs.ram.slab import Slab, aligned
 from tieredckpt.blobs.ram.slab_meta import GROWING, NOTE_FILES, Note, growing, read_note, undo_growth, write_note
 from tieredckpt.concurrency import whole
@@ -203,6 +203,10 @@ class RamStore:
         ``index`` is the key of the index of its extents, for `still_read`.
         """
         return self._retired.take_away(key, index)
+
+    def keep(self, key: str) -> Replaced:
+        """Keep the object apart for its readers, as it is about to be replaced. Blocking; raises as `put`."""
+        return self._retired.keep(key)
 
     def still_read(self) -> Sequence[StillRead]:
         """Steps that earlier writers have retired and somebody still reads: their extents are not free. Blocking."""

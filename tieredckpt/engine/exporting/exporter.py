@@ -52,7 +52,7 @@ class ExportInfo:
     exporting: int | None
     """The step that is being exported."""
     problem: str
-    """Why a step that is due could not be exported; empty if nothing failed."""
+    """Why a step that is due could not be exported, or an export be deleted; empty if nothing failed."""
 
 
 @dataclass
@@ -70,6 +70,8 @@ class _Export:
     told: set[StepId] = field(default_factory=set)
     """Steps of ``stuck`` whose error `Exporter.drained` has raised: it does not raise that again."""
     health: Health = field(default_factory=Health)
+    deleting: Health = field(default_factory=Health)
+    """Of the deletion of exports that are not kept, which holds up no new one."""
     busy: StepId | None = None
     hanging: asyncio.Future[None] | None = None
     """A thread that was left behind in the device."""
@@ -115,8 +117,8 @@ class Exporter:
                 self._rests += 1
                 if self._waiters:
                     self._state.changed.notify()
-                failed = (each for each in self._exports if each.health.error and each.hanging is None)
-                soonest = min((each.health.retry_at for each in failed), default=math.inf)
+                healths = [each for it in self._exports if it.hanging is None for each in (it.health, it.deleting)]
+                soonest = min((each.retry_at for each in healths if each.error), default=math.inf)
                 wait = max(_SHORTEST_WAIT, soonest - time.monotonic())
                 await self._state.changed.wait(min(wait, limits.in_force.ask_policies_again))
         finally:
@@ -138,7 +140,9 @@ class Exporter:
                     export, None, TierUnavailable(f"what is due was not found: {type(error).__name__}: {error}")
                 )
                 continue
-            if step is not None or export.health.error is not None:
+            if step is None:
+                self._works_again(export)
+            if step is not None or (export.deleting.error and export.deleting.retry_at <= time.monotonic()):
                 self._exports.remove(export)
                 self._exports.append(export)  # it is the others' turn next
                 return export, step
@@ -209,8 +213,10 @@ class Exporter:
             self._state.changed.notify()
 
     def _failed(self, export: _Export, step: StepId | None, error: Exception, *, for_good: bool = False) -> None:
-        retry_in = None if for_good else export.health.fail(error)
-        what = "its place fails" if step is None else f"{step} was not exported"
+        what = "its place cannot be looked at" if step is None else f"{step} was not exported"
+        self._tell(export, what, step, error, None if for_good else export.health.fail(error))
+
+    def _tell(self, export: _Export, what: str, step: StepId | None, error: Exception, retry_in: float | None) -> None:
         then = "" if retry_in is None else f", next try in {retry_in:.1f} s"
         _log.warning("export %r: %s%s: %s", export.config.name, what, then, error)
         number, serial = (None, None) if step is None else (step.step, step.serial)
@@ -320,15 +326,20 @@ class Exporter:
 
     async def _delete_unkept(self, export: _Export) -> None:
         """Delete the exports that are not kept."""
+        failure: Exception | None = None
         for record in due.leaving(self._state, export.config, export.exported):
             try:
                 await export.place.delete(record)
-            except TieredCkptError as error:
-                self._failed(export, None, error)
-                return
+            except Exception as error:  # the others may go all the same
+                failure = failure or error
+                continue
             del export.exported[record.step]
             _log.info("export %r: step %d was deleted, as `keep` says", export.config.name, record.step)
-        self._works_again(export)
+        if failure is None:
+            export.deleting.recover()
+        else:
+            what = "an export that is not kept cannot be deleted"
+            self._tell(export, what, None, failure, export.deleting.fail(failure))
 
     # -- looking ------------------------------------------------------------------------------------------
 
@@ -357,8 +368,8 @@ class Exporter:
 
 def _info(export: _Export) -> ExportInfo:
     problem: Exception | None = export.health.error
-    if problem is None and export.stuck:
-        problem = export.stuck[max(export.stuck)]
+    if problem is None:
+        problem = export.stuck[max(export.stuck)] if export.stuck else export.deleting.error
     return ExportInfo(
         name=export.config.name,
         format=export.config.format,

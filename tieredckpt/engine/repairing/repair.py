@@ -18,7 +18,7 @@ from tieredckpt.engine.repairing.check import Scan, check
 from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.ram import Ram
@@ -210,14 +210,15 @@ async def repair_index(
         error: what is wrong with it.
         remembered: its index, as this process wrote or read it before.
     """
-    ram = tier.ram
+    remembered = tier.steps.indexes.known(step) or remembered  # another task may have committed it anew meanwhile
     if remembered is not None:
-        if ram is not None:
-            await whole(_keep_for_readers(tier, ram, step, remembered))
         async with tier.packs.guard:
-            await commit_file.commit(tier, remembered.record, remembered.arrays, only_anew=True)
+            if tier.ram is not None:
+                await whole(_commit_beside_readers(tier, tier.ram, step, remembered))
+            else:
+                await commit_file.commit(tier, remembered.record, remembered.arrays, only_anew=True)
         return
-    if ram is not None:
+    if tier.in_memory:
         await collector.evictor.drop_unreadable(step, tier)
         return
     if not tier.steps.keeps(step):
@@ -227,18 +228,18 @@ async def repair_index(
         await copy_step(state, collector, step, tier)
 
 
-async def _keep_for_readers(tier: Tier, ram: Ram, step: StepId, index: StepIndex) -> None:
-    """Keep the chunks of a step in RAM for those who read it by the commit that is replaced: they lock no other one."""
-
-    def unread() -> bool:  # if the commit is lost, nobody knows who reads by it
-        return False
-
+async def _commit_beside_readers(tier: Tier, ram: Ram, step: StepId, index: StepIndex) -> None:
+    """Commit a step in RAM anew; its chunks stay for those who read it by the old commit, as they lock no other one."""
     async with tier.steps.turn(step):
         if not tier.steps.keeps(step):
             return
+        old = await in_thread(ram.store.keep, layout.manifest_key(step.step, step.serial))
         chunks = unique_extents(index.arrays)
         kept = [digest for digest, where in chunks.items() if ram.index.adopt(digest, where.offset, where.length)]
-        if await step_index.is_committed(tier, step):
-            unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
-        ram.retracted.append((unread, kept))
+    try:
+        await commit_file.commit(tier, index.record, index.arrays, only_anew=True)
+        if (held := tier.steps.own(step)) is not None:
+            await in_thread(old.note, held.btree_key)
+    finally:
+        ram.retracted.append((old.unread, kept))  # not before: until it is replaced, more may read by it
     await ram.reclaim()

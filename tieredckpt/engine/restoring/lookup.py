@@ -120,7 +120,7 @@ async def _whole_record(state: State, step: StepId) -> StepRecord | None:
 
     Raises `TierUnavailable` when a tier that may have it does not answer.
     """
-    silent: TierUnavailable | None = None
+    silent: dict[str, TierUnavailable] = {}
     before = places(state, step)
     asked = state.holders(step)
     for tier in asked:
@@ -132,6 +132,7 @@ async def _whole_record(state: State, step: StepId) -> StepRecord | None:
         try:
             record = (await step_index.load(tier, step)).record
         except (Corrupt, NotFound) as error:
+            silent.pop(tier.name, None)
             if await has_moved(state, step, before):
                 raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error
             _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
@@ -140,11 +141,11 @@ async def _whole_record(state: State, step: StepId) -> StepRecord | None:
         except TierUnavailable as error:
             report_silent(state, tier, error)
             ask_again(asked, tier, error)
-            silent = error
+            silent[tier.name] = error
         else:
             if tier.steps.held.get(step) is held:  # and neither left meanwhile nor was committed anew
                 tier.steps.held[step] = Held(record, held.btree_key)
             return record
-    if silent is not None:
-        raise silent
+    if silent:
+        raise [*silent.values()][-1]
     return None

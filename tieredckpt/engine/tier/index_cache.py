@@ -37,6 +37,8 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         """The packs of every step that was read or written."""
         self._memory: dict[StepId, int] = {}
         """Bytes that each remembered index takes."""
+        self._set_aside: dict[StepId, StepIndex] = {}
+        """Those that are being read anew."""
 
     def forget(self, step: StepId) -> frozenset[str] | None:
         """Forget a step's index; returns its packs where they were known."""
@@ -62,12 +64,19 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
 
         The cached index stays if the block remembers no new one.
         """
-        remembered = self.pop(step, None)
+        if (cached := self.pop(step, None)) is not None:
+            self._set_aside[step] = cached
+        remembered = self._set_aside.get(step)  # perhaps by another such block
         try:
             yield remembered
         finally:
+            self._set_aside.pop(step, None)
             if remembered is not None and step not in self:
                 self.remember(step, remembered)
+
+    def known(self, step: StepId) -> StepIndex | None:
+        """The cached index of a step, also while it is read anew."""
+        return self.get(step) or self._set_aside.get(step)
 
 
 def memory_of(arrays: Mapping[str, ArrayIndex]) -> int:

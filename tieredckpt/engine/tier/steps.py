@@ -316,7 +316,12 @@ class Steps:
         A rank's part counts as such. Returns the packs that it refers to.
         """
         step = record.id
-        (self.held if record.rank is None else self.parts)[step] = Held(record, btree_key)
+        if record.rank is None:
+            self.held[step] = Held(record, btree_key)
+        elif (agreed := self.held.get(step)) is not None:  # by all ranks, and its part was repaired
+            self.held[step] = Held(agreed.record, btree_key)
+        else:
+            self.parts[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
         self.impaired.discard(step)
         self.stuck.pop(step, None)

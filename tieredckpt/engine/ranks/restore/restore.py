@@ -214,7 +214,8 @@ class CollectiveRestores:
     async def _whole_index(self, step: StepId) -> tuple[Tier, Index]:
         """The index of a whole step from the nearest tier that has a readable one. Raises the last one's error."""
         problem: TieredCkptError = NotFound(f"no tier holds {step}")
-        asked = self._state.holders(step)
+        asked, loop = self._state.holders(step), asyncio.get_running_loop()
+        until = loop.time() + self._group.deadline / 2  # then the other ranks would hear of rank 0 that it is silent
         for tier in asked:
             try:
                 if not tier.shared:
@@ -222,7 +223,8 @@ class CollectiveRestores:
                 return tier, await step_index.read(tier, step)
             except (Conflict, Corrupt, NotFound, TierUnavailable) as error:
                 _log.warning("%s cannot be opened on tier %r: %s", step, tier.name, error)
-                ask_again(asked, tier, error)
+                if loop.time() < until:
+                    ask_again(asked, tier, error)
                 problem = error
         raise problem
 
