@@ -355,10 +355,35 @@ def test_a_deletion_that_failed_is_made_again(
         store.flush()
     assert deleted.wait(60)
     assert names(tmp_path / "out") == ["step-2"]
-    assert "export 'hf': its place fails, next try in 0.5 s" in caplog.text
+    assert "export 'hf': an export that is not kept cannot be deleted, next try in 0.5 s" in caplog.text
     assert tries[1] - tries[0] >= 0.45
     store.flush()
     assert [(info.steps, info.problem) for info in store.export_infos()] == [((2,), "")]
+
+
+@pytest.mark.parametrize("error", [TierUnavailable("it may not be deleted"), RuntimeError("unexpected")])
+def test_an_export_that_cannot_be_deleted_holds_up_nothing(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """As in a bucket where this user may write and not delete: neither newer exports, other deletions nor a flush."""
+    delete, gone = Folder.delete, threading.Event()
+
+    async def fail(folder: Folder, record: Record) -> None:
+        if record.step == 1:
+            raise error
+        await delete(folder, record)
+        if record.step == 3:
+            gone.set()
+
+    monkeypatch.setattr(Folder, "delete", fail)
+    store = open_store(hf={"format": "safetensors", "keep": 1})
+    for step in (1, 2, 3, 4):
+        store.save(step, tree(step))
+        store.flush()
+        assert f"step-{step}" in names(tmp_path / "out")
+    assert gone.wait(60)
+    assert names(tmp_path / "out") == ["step-1", "step-4"]
+    assert store.export_infos()[0].problem == str(error)
 
 
 def test_what_is_no_export_of_this_store_is_not_replaced(open_store: Open, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from support.scenes import CHUNK, SOON, assert_restored, config, folder, tree
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.upkeep import catalogue
-from tieredckpt.errors import TierUnavailable
+from tieredckpt.errors import Corrupt, TierUnavailable
 
 NEVER = 100
 """Retries that a test would not outlive, of reads that take their deadline each."""
@@ -86,6 +86,22 @@ async def test_a_record_that_was_known_from_a_catalog_alone_is_asked_for_again(
         assert [held.whole for step, held in tier_of(store, "disk").steps.held.items() if step.step == 1] == [False]
         faults["disk"].hold("get", key="steps/*", times=2)
         assert_restored(await store.restore(1), saved)
+
+
+async def test_a_record_that_came_late_and_is_damaged_is_told_as_that(
+    tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, catalog_entries=1)
+    chosen = settings(tmp_path, "disk", retries=2)
+    async with CheckpointStore.open(chosen) as store:
+        await store.save(1, tree(1))
+        await store.save(2, tree(2))
+        await store._life.loop.call(catalogue(tier_of(store, "disk")))
+    async with CheckpointStore.open(chosen) as store:
+        next(tmp_path.glob("disk/steps/*1-*/btree*")).unlink()
+        faults["disk"].hold("get", key="steps/*", times=1)
+        with pytest.raises(Corrupt, match="step 1"):
+            await store.restore(1)
 
 
 async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(

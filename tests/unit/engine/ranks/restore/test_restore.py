@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cohort import COLUMNS, DEADLINE, ROWS, RanksPlace, assert_whole, blank, common, part, whole
-from support.insight import mapped_below, tier_of
+from support.insight import flip, mapped_below, tier_of
 from support.scenes import SOON, config, folder
 
 from tieredckpt import CheckpointStore, Shard, Sharded
 from tieredckpt.blobs.wrap import Deadline
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, Invalid, NotFound, RanksUnavailable, TieredCkptError
+from tieredckpt.errors import Corrupt, Invalid, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepEvicted
 from tieredckpt.format.manifest import StepId
 
@@ -181,6 +181,33 @@ async def test_an_index_that_comes_late_is_asked_for_again(place: Place) -> None
         slow = ranks.faulty(0)
         tier_of(ranks[0], "disk").blobs = Deadline(slow, "disk", base=1.0)
         slow.hold("get", key="steps/*", times=2)
+        for restored in await ranks.restored():
+            assert_whole(restored, 1)
+
+
+async def test_an_index_that_never_comes_fails_on_all_ranks_for_its_tier_and_not_for_rank_0(place: Place) -> None:
+    """Rank 0 stops asking in time: the others would blame it."""
+    async with place.open(2) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+    place.lose_ram()
+    async with place.open(2, disk_settings={"retries": 100}, rank_deadline=DEADLINE) as ranks:
+        slow = ranks.faulty(0)
+        tier_of(ranks[0], "disk").blobs = Deadline(slow, "disk", base=0.2)
+        slow.hold("get", key="steps/*", times=None)
+        for error in await asyncio.gather(*(store.restore() for store in ranks.stores), return_exceptions=True):
+            assert isinstance(error, TierUnavailable)
+        slow.clear()
+
+
+async def test_a_part_that_was_repaired_is_one_of_a_step_that_counts(place: Place) -> None:
+    """Promise 6: it counted as a part that no step needs, and went when a save needed its room."""
+    async with place.open(2, disk_settings={"promote": "never"}) as ranks:
+        await ranks.reached(await ranks.save(1), "ram")
+        first, collector = tier_of(ranks[0], "ram"), ranks[0]._life.engine.collector
+        flip(next(Path(first.store.location).glob("steps/*1-*/manifest.ocdbt")), 30)
+        (verified,) = await ranks[0].verify(1, "ram", repair=True)
+        assert verified.repaired
+        await ranks[0]._life.loop.call(collector.make_room(first, lambda: False))
         for restored in await ranks.restored():
             assert_whole(restored, 1)
 
