@@ -129,8 +129,8 @@ class Evictor:
                 tier.steps.held[step] = error.held
                 self._state.changed.notify()
                 continue
-            async with tier.steps.turn(step):  # a promotion that comes now may put its index nodes there
-                if tier.steps.damaged.get(step) is error:
+            async with tier.steps.turn(step):  # a promotion that comes now may put its index nodes there, or has failed
+                if tier.steps.damaged.get(step) is error and step not in tier.steps.indeterminate:
                     tier.steps.drop(step)
                     self._gone(step, tier)
                     await tier.store.delete(error.held.btree_key)

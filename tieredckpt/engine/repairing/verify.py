@@ -143,7 +143,6 @@ class Verifier:
                 if not tier.steps.keeps(step):
                     raise _left(step, tier) from failed
                 problem = f"{error}; it could not be committed anew: {failed}"
-                tier.steps.impair([step])  # it may be held still, and is no good copy
         lost = () if not repairs or self.state.holders(step) else (layout.STEP_RECORD,)
         return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
 

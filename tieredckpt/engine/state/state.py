@@ -199,7 +199,12 @@ class State:
         wanted = "a step" if step is None else f"step {step}"
         wanted += "" if serial is None else f" of serial {serial}"
         held = ", ".join(str(each.step) for each in sorted(whole)) or "none"
-        silent = [tier for tier in self.every_tier if not tier.answers and not self.is_unused(tier)]
+        silent = [
+            tier
+            for tier in self.every_tier
+            if not (tier.answers and (tier.marker is not None or tier.health.error is None))
+            and not self.is_unused(tier)
+        ]
         causes = ", ".join(f"{tier.name} ({tier.health.error or 'not opened yet'})" for tier in silent)
         hint = f"; not reachable at present: {causes}" if silent else ""
         raise NotFound(f"no tier holds {wanted} (held: {held}{hint}{lossy_hint(self.derived, step)})")

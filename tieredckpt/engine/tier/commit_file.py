@@ -16,7 +16,7 @@ from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import packs_of, unique_extents
 from tieredckpt.engine.tier.ram import Ram
-from tieredckpt.engine.tier.steps import IndeterminateDelete
+from tieredckpt.engine.tier.steps import IndeterminateDelete, Stale
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt
@@ -100,8 +100,8 @@ async def commit(
     Raises:
         NotFound: ``only_anew``, and the step has left the tier.
         Conflict: another writer has committed a step of this name, which stays; or as `check_no_deletion`.
-        NoSpace, TierUnavailable: the tier failed. A first commit is undone; of two commits, the one that is read next
-            counts. Also as `Lease.confirm`.
+        NoSpace, TierUnavailable: the tier failed. A first commit is undone; of two commits, or where the first was
+            misread, the one that is read next counts. Also as `Lease.confirm`.
     """
     step, traits = record.id, tier.store.traits
     async with tier.steps.turn(step):
@@ -179,7 +179,8 @@ async def _mark_indeterminate(tier: Tier, step: StepId, packs: frozenset[str], b
     """
     steps, late = tier.steps, tier.steps.commits_come_late
     steps.mark_indeterminate(step, packs, btree_key)
-    if step in steps.held or (not look if late else step in steps.damaged):
+    misread = step in steps.damaged and not isinstance(steps.damaged[step], IndeterminateDelete | Stale)
+    if step in steps.held or (not look if late else misread):
         return False
     try:
         if not late:

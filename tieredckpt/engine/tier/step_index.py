@@ -7,7 +7,6 @@ import asyncio
 import msgspec
 
 from tieredckpt.engine.tier.index_cache import packs_of
-from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, ocdbt
@@ -74,21 +73,15 @@ async def load(tier: Tier, step: StepId) -> StepIndex:
             found = await asyncio.to_thread(decode_step, *await read(tier, step))
             check_record(tier, step, found.record)
         except (Corrupt, NotFound) as error:
-            if _is_replaced(tier, step, held):
+            if (now := steps.own(step)) is not None and now is not held:  # its old index was read
                 return await load(tier, step)
             if isinstance(error, Corrupt) and step in steps.held and not steps.held[step].whole:
                 tier.quarantine(step, error)  # as if it had been read at opening
             raise
-        if _is_replaced(tier, step, held):
-            return await load(tier, step)
+        if (now := steps.own(step)) is not held:  # this may be the old one, or it is of a step that has left
+            return found if now is None else await load(tier, step)
     steps.indexes.remember(step, found)
     return found
-
-
-def _is_replaced(tier: Tier, step: StepId, held: Held) -> bool:
-    """Whether a step was committed anew since it was ``held`` so; an index that was read meanwhile may be the old."""
-    now = tier.steps.own(step)
-    return now is not None and now is not held
 
 
 async def packs(tier: Tier, step: StepId) -> frozenset[str]:

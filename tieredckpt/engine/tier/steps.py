@@ -356,8 +356,9 @@ class Steps:
             del self.indeterminate[step]
 
     def late_packs(self) -> set[str]:
-        """The packs of commits that may come late."""
-        return {key for commit in self.indeterminate.values() if self.commits_come_late for key in commit.packs}
+        """The packs of commits that may come late, or have replaced one that is misread."""
+        late = (commit for step, commit in self.indeterminate.items() if self.commits_come_late or step in self.damaged)
+        return {key for commit in late for key in commit.packs}
 
     def quarantine(self, step: StepId, error: TieredCkptError, packs: Iterable[str]) -> None:
         """Count a step as not held, for its commit turned out unreadable; ``packs`` are all of the tier."""

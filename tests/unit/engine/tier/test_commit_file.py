@@ -22,6 +22,7 @@ from tieredckpt.engine.repairing.repair import repair_index
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import located
+from tieredckpt.engine.tier.steps import Stale
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted
 from tieredckpt.format import layout
@@ -220,7 +221,64 @@ async def test_a_misread_step_that_cannot_be_committed_anew_stays_as_it_was(
     assert await scene.is_held()
 
 
-async def test_a_damaged_commit_that_cannot_be_replaced_is_not_said_to_be_repaired_and_is_no_good_copy(
+async def test_what_a_commit_uses_stays_that_failed_in_the_place_of_a_misread_one(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    """It may have happened, and is misread still while packs are collected."""
+    scene.tier.packs.index.clear()  # so that it has packs of its own
+    faults["disk"].fail("get", Corrupt("misread"), key=MANIFEST, times=None)
+    await scene.quarantine()
+    faults["disk"].fail("put", TierUnavailable("its answer is lost"), key=MANIFEST, after=True)
+    with pytest.raises(TierUnavailable, match="answer is lost"):
+        await scene.copied(again=False)
+    await asyncio.sleep(0.3)  # until it could be collected
+    await scene.store.collect()
+    faults["disk"].clear()
+    await scene.store.collect()
+    assert await scene.is_held()
+
+
+async def test_a_commit_that_failed_in_the_place_of_a_stale_one_is_undone(scene: Scene, faults: FaultyTiers) -> None:
+    """No look would find it again, and its packs go."""
+
+    async def grow_stale() -> None:
+        held = scene.tier.steps.held[scene.step]
+        scene.tier.quarantine(scene.step, Stale("saved elsewhere since", held.btree_key, None))
+
+    await scene.store._life.loop.call(grow_stale())
+    faults["disk"].fail("put", TierUnavailable("its answer is lost"), key=MANIFEST, after=True)
+    with pytest.raises(TierUnavailable, match="answer is lost"):
+        await scene.copied(again=False)
+    assert not scene.manifests
+
+
+async def test_a_promotion_that_fails_while_its_deletion_is_looked_into_leaves_no_half_of_a_step(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    """Its undoing failed, too: what it wrote is not forgotten with the deletion."""
+    disk = faults["disk"]
+    disk.fail("delete", TierUnavailable("its answer is lost"), key=MANIFEST, after=True)
+    looking = disk.hold("stat", key=MANIFEST)
+    with pytest.raises(TierUnavailable):
+        await scene.store.evict(1, "disk")
+    await looking.reached()
+    disk.fail("put", TierUnavailable("its answer is lost"), key=MANIFEST, after=True)
+    disk.fail("delete", TierUnavailable("no answer"), key=MANIFEST)
+    putting = disk.hold("put", key=MANIFEST)
+    promoting = asyncio.create_task(scene.store.promote(1, "disk"))
+    await putting.reached()
+    looking.release()
+    await asyncio.sleep(0.1)  # the look waits for its turn
+    putting.release()
+    with pytest.raises(TierUnavailable):
+        await promoting
+    await asyncio.sleep(0.3)  # until it could be collected
+    for _ in range(2):
+        await scene.store.collect()
+    assert await scene.is_gone() or await scene.is_held()
+
+
+async def test_a_damaged_commit_that_cannot_be_replaced_is_not_said_to_be_repaired(
     scene: Scene, faults: FaultyTiers
 ) -> None:
     (manifest,) = scene.manifests
@@ -229,10 +287,8 @@ async def test_a_damaged_commit_that_cannot_be_replaced_is_not_said_to_be_repair
     (found,) = await scene.store.verify(1, "disk", repair=True)
     assert not found.repaired
     assert "it could not be committed anew: no answer" in found.problem
-    assert not scene.tier.steps.has_good(scene.step)
     (found,) = await scene.store.verify(1, "disk", repair=True)
-    assert found.intact or found.repaired
-    assert scene.tier.steps.has_good(scene.step)
+    assert found.repaired
     assert await scene.is_held()
 
 
