@@ -106,7 +106,7 @@ class Job:
 
         def ended() -> bool:
             try:
-                return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+                return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
             except psutil.NoSuchProcess:
                 return True
 

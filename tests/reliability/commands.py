@@ -68,6 +68,29 @@ def killed(
     _end(found.lost)
 
 
+@app.command("rank-kills")
+def ranks_killed(
+    lives: Annotated[int, typer.Option(min=1, help="How often ranks are to start.")] = 60,
+    seed: Seed = 0,
+    engine: Annotated[
+        Literal["none", "torch"], typer.Option(help="What they communicate by; torch has copies on other nodes.")
+    ] = "none",
+) -> None:
+    """Kill the ranks of a training by SIGKILL. Exits with 1 when a step that was acknowledged is lost."""
+    with waiting(f"{lives} lives of ranks"):
+        found = figures.kill_all_ranks(lives, seed, engine)
+    rows: list[tuple[str, object]] = [(f"lives: {end}", number) for end, number in sorted(found.ends.items())]
+    rows += [
+        ("nodes that lost their memory", found.nodes),
+        *((f"ranks that restored from {source}", number) for source, number in sorted(found.sources.items())),
+        *((f"acknowledgements by {tier}", number) for tier, number in sorted(found.acknowledged.items())),
+        ("lost", len(found.lost)),
+        ("seconds", f"{found.seconds:.0f}"),
+    ]
+    print_table("Ranks killed", ("", ""), rows)
+    _end(found.lost)
+
+
 @app.command("soak")
 def soaked(
     seconds: Annotated[float, typer.Option(min=1.0, help="How long.")] = 3600.0,

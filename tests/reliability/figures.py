@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from reliability.decoders import DECODERS, fuzz
 from reliability.journal import Failure
 from reliability.kills import Killed, kill_trainers
 from reliability.life import KINDS, live
+from reliability.rank_kills import RanksKilled, kill_ranks
 from reliability.ranks_life import NODES, live_together
 from reliability.ranks_replay import Death, replay_ranks
 from reliability.replay import replay
@@ -247,6 +248,12 @@ def kill(kills: int, seed: int, disk: Path | None, *, by_agent: bool = False) ->
     """Kill so many trainers, or trainers and agents; their slower tier is in memory without a folder for it."""
     with memory() as place:
         return kill_trainers(kills, place, disk or place / "disk", seed=seed, by_agent=by_agent)
+
+
+def kill_all_ranks(lives: int, seed: int, engine: Literal["none", "torch"]) -> RanksKilled:
+    """Let ranks live and die so many times."""
+    with memory() as place, tempfile.TemporaryDirectory(prefix="tieredckpt-ranks-") as folder:
+        return kill_ranks(lives, place, Path(folder), engine=engine, seed=seed)
 
 
 def run_soak(seconds: float, seed: int, pace: float, disk: Path | None) -> Soaked:
