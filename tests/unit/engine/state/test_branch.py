@@ -20,7 +20,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Invalid, NoSpace, NotFound
-from tieredckpt.events import OriginIgnored, SaveSkipped, TierRecovered
+from tieredckpt.events import OriginIgnored, SaveSkipped, TierFailed, TierRecovered
 from tieredckpt.format.manifest import ArrayIndex, StepRecord
 
 LATER = 60.0
@@ -68,6 +68,7 @@ async def test_a_look_at_an_older_step_costs_none_that_was_saved_after_it(place:
         for step in (2, 3):
             await store.save(step, tree(step))
         await store.restore(1)
+        await heard.first(TierFailed)
         faults.revive("disk")
         await heard.first(TierRecovered)
         await store.flush()
