@@ -59,11 +59,10 @@ async def write_catalog(tier: Tier, store: str) -> bool:
         plan = _plan(tier)
         if plan is None:
             return False
-        found = await asyncio.to_thread(tier.packs.index.listed, plan.packs, _duplicates(tier))
         sizes = np.array([tier.packs.sizes[key] for key in plan.packs], np.uint64)
-        stamps = [known.stamps[step] for step in plan.steps]
+        stamps = [known.stamps[step] for step in plan.steps]  # before the await: a step may be evicted meanwhile
         steps = [_entry(step, tier.steps.held[step].record, known.stamps[step]) for step in plan.steps]
-    counts, table = found
+        counts, table = await asyncio.to_thread(tier.packs.index.listed, plan.packs, _duplicates(tier))
     nbytes = await asyncio.to_thread(lambda: np.array([len(msgspec.msgpack.encode(step)) for step in steps], np.int64))
     for packs, rows, some in _shares(counts, nbytes):
         catalog = Catalog(

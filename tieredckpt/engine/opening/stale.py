@@ -107,9 +107,11 @@ async def _set_apart(tier: Tier, step: StepId) -> None:
     except (Corrupt, NotFound) as error:
         tier.quarantine(step, error)
         return
+    if (held := tier.steps.held.get(step)) is None:
+        return  # it was evicted meanwhile
     problem = Stale(
         f"tier {tier.name!r}: {step} is stale: the training has gone on elsewhere from an older step",
-        tier.steps.held[step].btree_key,
+        held.btree_key,
         tier.steps.catalogued.stamps.get(step),
     )
     tier.packs.mark_used(packs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +22,7 @@ from reliability.memory import MemoryBlobs, Objects
 from reliability.tiers import FaultyTiers
 from support.insight import flip, flip_chunk, tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_restored, config, folder, new_shared_folder, ram
+from support.scenes import CHUNK, SOON, Heard, assert_restored, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore, Survives
@@ -29,8 +31,10 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening import catalog_read, catalog_write
 from tieredckpt.engine.opening.upkeep import catalogue
 from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.engine.tier.chunk_index import ChunkIndex
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.events import StepEvicted
 from tieredckpt.format import layout
 from tieredckpt.format.catalog import decode_catalog, encode_catalog
 from tieredckpt.format.manifest import StepId, StepIndex
@@ -387,6 +391,35 @@ async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(
         with pytest.raises(NotFound):
             await store.restore(1)
         await assert_all_there(store, 2, 3)
+
+
+async def test_a_step_that_leaves_while_a_catalog_is_made_keeps_no_other_out_of_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    list_chunks = ChunkIndex.listed
+    begun, gone = threading.Event(), threading.Event()
+
+    def wait(index: ChunkIndex, *arguments: Any) -> Any:
+        begun.set()
+        gone.wait(SOON)
+        return list_chunks(index, *arguments)
+
+    async with place.opened() as store:
+        heard = Heard(store)
+        for step in (1, 2):
+            await (await store.save(step, state(step))).reached("disk")
+        monkeypatch.setattr(ChunkIndex, "listed", wait)
+        writing = asyncio.create_task(store._life.loop.call(catalogue(tier_of(store, "disk"))))
+        assert await asyncio.to_thread(begun.wait, SOON)
+        evicting = asyncio.create_task(store.evict(1, "disk"))
+        await heard.first(StepEvicted)
+        gone.set()
+        await writing
+        await evicting
+        assert len(place.catalogs) == 1
+    assert "unexpected failure" not in caplog.text
+    async with place.opened() as store:
+        await assert_all_there(store, 2)
 
 
 async def test_where_a_store_tells_no_times_packs_are_believed_and_steps_are_read(shared_memory: Path) -> None:

@@ -16,7 +16,7 @@ from support.scenes import CHUNK, Heard, assert_restored, config, crash, folder,
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening import stale
-from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
@@ -382,6 +382,26 @@ async def test_a_stale_step_whose_index_is_lost_neither_stops_the_opening_nor_co
         monkeypatch.undo()
         assert_restored(await store.restore(2, resume=False), state(2))
         assert_restored(await store.restore(), state(2))
+
+
+async def test_a_stale_step_that_leaves_while_its_packs_are_looked_up_does_not_stop_the_opening(
+    place: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_packs = step_index.packs
+
+    async def leave(tier: Tier, step: StepId) -> frozenset[str]:
+        found = await find_packs(tier, step)
+        await commit_file.retract(tier, step)
+        return found
+
+    await left_on_a_disk(place, faults)
+    await go_on_at_b(place, 2)
+    monkeypatch.setattr(step_index, "packs", leave)
+    async with CheckpointStore.open(with_disk("a", place)) as store:
+        monkeypatch.undo()
+        assert_restored(await store.restore(), state(2))
+        await store.flush()
+        assert [info.step for info in await store.steps()] == [1, 2]
 
 
 @pytest.mark.parametrize("mounted_late", [False, True])
