@@ -61,12 +61,13 @@ async def view_step(state: State, step: StepId, forms: Mapping[str, Form]) -> tu
         None when the step is not in RAM, or cannot be read there.
     """
     tier = state.tiers[0]
-    if tier.ram is None or step not in tier.steps.held or not tier.steps.has_own(step):
+    ram = tier.ram  # as it is now: a reader that finds it gone disconnects it beside this
+    if ram is None or step not in tier.steps.held or not tier.steps.has_own(step):
         return None
     try:
         index = await step_index.load(tier, step)
         arrays = {name: index.arrays[name] for name, form in forms.items() if _in_one_piece(index, name, form)}
-        return index, await in_thread(_view, tier.ram.store, step, arrays)
+        return index, await in_thread(_view, ram.store, step, arrays)
     except (Corrupt, NotFound, TierUnavailable) as error:
         _log.warning("%s cannot be seen in RAM and is copied: %s", step, error)
         return None

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -438,3 +439,30 @@ async def test_a_reader_writes_nothing(place: Place) -> None:
 def snapshot(place: Place) -> dict[str, tuple[int, int]]:
     found = [*place.disk.rglob("*"), *place.ram.rglob("*")]
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_ino) for path in found if "leases" not in path.parts}
+
+
+async def test_a_view_of_ram_that_another_call_finds_gone_is_a_copy(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_index = step_index.load
+    loaded, gone = threading.Event(), threading.Event()
+
+    async def wait(tier: Tier, step: StepId) -> StepIndex:
+        index = await load_index(tier, step)
+        if tier.in_memory and not gone.is_set():
+            loaded.set()
+            await asyncio.to_thread(gone.wait, SOON)
+        return index
+
+    async with place.reader() as reader:
+        async with place.trainer(ram={"on_close": "release"}) as trainer:
+            await (await trainer.save(1, tree(1))).reached("disk")
+            await reader.steps()
+            monkeypatch.setattr(step_index, "load", wait)
+            restoring = asyncio.create_task(reader.restore(copy=False))
+            assert await asyncio.to_thread(loaded.wait, SOON)
+        assert [info.tiers for info in await reader.steps()] == [("disk",)]
+        gone.set()
+        restored = await restoring
+        assert restored is not None
+        assert_same(restored.tree, tree(1))
