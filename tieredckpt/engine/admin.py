@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from tieredckpt.engine.keeping.collector import Collected, Collector
@@ -31,6 +32,7 @@ class Admin:
         self._promote = promote
         self.derived: dict[str, Admin] = {}
         """By name of the tier, what carries out operations on derived steps."""
+        self._guards_deletions = asyncio.Lock()
 
     @property
     def _tiers(self) -> Sequence[Tier]:
@@ -101,6 +103,10 @@ class Admin:
         Nearest first, so that a failure leaves the copies that survive most. With ``force``, a tier that does not
         answer keeps its copies.
         """
+        async with self._guards_deletions:  # one that fails takes back its tombstones, and no other's
+            await self._delete_copies(steps, force=force)
+
+    async def _delete_copies(self, steps: Collection[StepId], *, force: bool) -> None:
         tiers = [tier for tier in self._tiers if self._state.manages(tier)]
         for tier in tiers:
             check_unread(steps, tier)
@@ -115,14 +121,22 @@ class Admin:
                     pass  # a commit under way is seen below; one that comes later sees the tombstone
             for tier in tiers:
                 for step in steps:
-                    if tier.steps.keeps(step) and (tier.answers or not force):
-                        await self._collector.evictor.evict(step, tier, deleted=True)
+                    await self._delete_from(tier, step, force=force)
         except BaseException:
             for tier in tiers:
                 tier.steps.tombstones -= tombstones[tier.name]
             raise
         for tier in tiers:
             await self._collector.collect(tier, orphans=False)
+
+    async def _delete_from(self, tier: Tier, step: StepId, *, force: bool) -> None:
+        def left_alone() -> bool:
+            return force and not tier.answers
+
+        # An eviction under way may fail.
+        await self._state.changed.until(lambda: step not in tier.steps.leaving or left_alone())
+        if tier.steps.keeps(step) and not left_alone():
+            await self._collector.evictor.evict(step, tier, deleted=True)
 
     def _check_ours(self, what: str, ours: bool) -> None:
         if not ours:

@@ -62,8 +62,8 @@ class Evictor:
             tier.steps.leaving.discard(step)
             if not tier.steps.keeps(step):  # also where a cancellation came too late
                 self._gone(step, tier)
-            elif tier.in_memory or step in tier.steps.damaged:
-                self._state.changed.notify()  # wakes who waits for its memory, or checks whether it is gone
+            else:
+                self._state.changed.notify()  # wakes who waits for its memory, or for it to be gone
 
     async def _take_out(self, found: RamOfRanksStep, tier: Tier) -> None:
         await found.take_out()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -101,8 +102,8 @@ class State:
     identity: Identity = field(default_factory=Identity)
     observation: Observation = field(default_factory=Observation)
     membership: Membership = field(default_factory=Membership)
-    deleting: set[StepId] = field(default_factory=set)
-    """Steps that a person deletes at present."""
+    deleting: Counter[StepId] = field(default_factory=Counter)
+    """Steps that a person deletes at present, and by how many calls."""
     ram_of_ranks: dict[StepId, RamOfRanksStep] = field(default_factory=dict)
     """In a process that works alone: the steps that are whole in the RAM of ranks of this machine, and held by that."""
     reader: ReaderState = field(default_factory=ReaderState)
@@ -216,7 +217,10 @@ class State:
         try:
             yield
         finally:
-            self.deleting.difference_update(steps)
+            self.deleting.subtract(steps)
+            for step in steps:
+                if not self.deleting[step]:
+                    del self.deleting[step]
 
     # -- tiers --------------------------------------------------------------------------------------------
 

@@ -317,3 +317,51 @@ async def test_while_a_step_is_deleted_its_copies_let_no_other_go_and_nobody_rea
                 await store.evict(1, "disk")
             with pytest.raises(NotFound, match="is being deleted"):
                 await store.restore(2)
+
+
+async def test_a_deletion_waits_for_an_eviction_under_way_and_goes_on_where_that_fails(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    async with Place(shared_memory, tmp_path, "trainer").opened(1, 2) as store:
+        hold = faults["disk"].hold("delete", key="steps/*")
+        evicting = asyncio.create_task(store.evict(1, "disk"))
+        await hold.reached()
+        deleting = asyncio.create_task(store.delete(1))
+        await asyncio.sleep(0.1)
+        evicting.cancel()
+        await asyncio.gather(evicting, return_exceptions=True)
+        await deleting
+        await store.flush()
+        assert await store.all_steps() == (2,)
+    async with CheckpointStore.open(Place(shared_memory, tmp_path, "trainer").config) as store:
+        assert await store.all_steps() == (2,)
+
+
+async def test_of_two_deletions_one_that_is_cancelled_leaves_the_other_whole(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    far = folder(tmp_path / "far", promote={"kind": "on_signal", "signal": "now"}, retain="all")
+    archive = folder(tmp_path / "archive", promote="never", retain="all")
+    disk = folder(tmp_path / "disk", retain="all")
+    tiers = {"ram": ram(shared_memory), "disk": disk, "archive": archive, "far": far}
+    async with CheckpointStore.open(config(tiers)) as store:
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("disk")
+            await store.promote(step, "archive")
+        await store.evict(1, "disk")
+        first, second = (faults["disk"].hold("delete", key="steps/*-000002/*", nth=n) for n in (1, 2))
+        cancelled = asyncio.create_task(store.delete(2, force=True))
+        await first.reached()
+        deleting = asyncio.create_task(store.delete(2, force=True))
+        await asyncio.sleep(0.1)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        async with asyncio.timeout(SOON):
+            await second.reached()
+        with pytest.raises(Conflict, match="last good copy"):
+            await store.evict(1, "archive")  # 2 is not deleted there yet
+        store.signal("now")
+        await store.flush()
+        second.release()
+        await deleting
+        assert await store.all_steps() == (1,)

@@ -41,7 +41,7 @@ class Ledger:
 
     def stays(self, step: StepId) -> bool:
         """Whether RAM here holds the step, and nobody evicts or deletes it just now."""
-        return step in self._ram.held and step not in self._ram.leaving | self._state.deleting
+        return step in self._ram.held and step not in self._ram.leaving | self._state.deleting.keys()
 
     def missing(self, placed: Sequence[Sequence[int]], copies: int) -> Replicate | None:
         """A request for the missing copies of the newest step, if they can be made.
