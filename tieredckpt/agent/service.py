@@ -180,11 +180,13 @@ class Service:
             case messages.Find():
                 return await self._lent.find(operation)
             case messages.Commit(tier):
-                await self._lent.commit(operation)
+                async with self._lent.guards_commit:
+                    await self._lent.commit(operation)
                 self._lent.give_back(tier)
                 await engine.collector.after_commit(state.tier(tier))
             case messages.GiveBack(tier):
-                self._lent.give_back(tier)
+                async with self._lent.guards_commit:  # one that was cancelled may be putting the manifest yet
+                    self._lent.give_back(tier)
         return None
 
 
@@ -222,6 +224,8 @@ class LentTiers:
         self._state = state
         self._collector = collector
         self._lent: set[str] = set()
+        self.guards_commit = asyncio.Lock()
+        """Held while a step is committed."""
 
     async def make_room(self, operation: messages.MakeRoom) -> bool:
         """Whether so many bytes fit, after evictions if needed."""

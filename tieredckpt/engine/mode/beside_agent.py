@@ -45,7 +45,7 @@ class AgentTiers:
 
     async def _give_back(self, tier: Tier) -> None:
         with suppress(TierUnavailable):  # an agent that has ended keeps nothing
-            await self._link.ask(messages.GiveBack(tier.name), again=False)
+            await whole(self._link.ask(messages.GiveBack(tier.name), again=False))  # else it stays lent
 
     async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
         """See `SlowerTiers.find`."""

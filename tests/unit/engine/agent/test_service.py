@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from support.scenes import SOON, config, folder, ram
+from reliability.tiers import FaultyTiers
+from support.scenes import SOON, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.agent.service import Service
 from tieredckpt.engine.agent import messages
 from tieredckpt.engine.agent.wire import accept, connect, listen
+from tieredckpt.engine.tier import commit_file, step_index
 
 
 async def test_a_request_that_is_cancelled_before_it_has_begun_leaves_nothing_behind(
@@ -41,3 +43,47 @@ async def test_a_request_that_is_cancelled_before_it_has_begun_leaves_nothing_be
     tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}
     async with CheckpointStore.open(config(tiers)) as store, asyncio.timeout(SOON):
         assert await store._life.loop.call(serve()) == 0
+
+
+async def test_a_commit_that_is_cancelled_keeps_its_packs_until_it_has_ended(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    """Till then its manifest may be on the tier, and readers would miss the packs."""
+
+    async def serve() -> None:
+        engine = store._life.engine
+        disk, step = engine.state.tier("disk"), engine.state.find(1)
+        manifest, btree, key = await step_index.read(disk, step)
+        disk.steps.tombstones.add(step)  # it is not promoted once more
+        await commit_file.retract(disk, step)
+        sock = listen(tmp_path)
+        accepting = asyncio.create_task(accept(sock))
+        trainer = await connect(tmp_path)
+        assert trainer is not None
+        wire = await accepting
+        running = asyncio.create_task(Service(engine, wire).run(()))
+        trainer.send(messages.Request(1, messages.Lend("disk")))
+        trainer.send(messages.Request(2, messages.Commit("disk", manifest, btree, key, {})))  # all chunks were there
+        await hold.reached()
+        trainer.send(messages.Cancel(2))
+        trainer.send(messages.Request(3, messages.GiveBack("disk")))
+        trainer.send(messages.Request(4, messages.Collect()))
+        await asyncio.sleep(0.2)
+        kept = [*(tmp_path / "disk").glob("packs/*/*.pack")]
+        hold.release()
+        while not isinstance(answer := await trainer.read(messages.FromAgent), messages.Response) or answer.number != 4:
+            pass
+        trainer.send(messages.Goodbye(False))
+        await running
+        for each in (wire, trainer):
+            await each.close()
+        sock.close()
+        assert kept
+        assert not [*(tmp_path / "disk").glob("packs/*/*.pack")]
+
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}
+    async with CheckpointStore.open(config(tiers)) as store, asyncio.timeout(SOON):
+        await (await store.save(1, tree(1))).reached("disk")
+        await store.flush()
+        hold = faults["disk"].hold("put", key="steps/*/manifest.ocdbt", stubborn=True)
+        await store._life.loop.call(serve())

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.agents import eventually
+from reliability.tiers import FaultyTiers
+from support.agents import agent_of, eventually
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_restored, config, folder, ram, tree
+from support.scenes import CHUNK, SOON, assert_restored, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore
@@ -116,3 +119,24 @@ async def test_a_progress_function_that_raises_ends_its_call_and_no_connection(
             await store.verify(1, tier, progress=fail)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert [each.intact for each in await store.verify(1, "disk")] == [True]
+
+
+async def test_a_save_that_is_cancelled_twice_gives_the_agents_tier_back(
+    faults: FaultyTiers, store: CheckpointStore, ram_folder: Path
+) -> None:
+    """As of a training that is ended, and given up while it ends: the agent kept its tier for that save."""
+    hold = faults["disk"].hold("put", key="packs/*")
+    saving = asyncio.create_task(store.save(1, tree(1)))
+    await hold.reached()
+    agent = agent_of(ram_folder)
+    os.kill(agent, signal.SIGSTOP)  # both messages come at once
+    try:
+        for _ in range(2):
+            saving.cancel()
+            await asyncio.sleep(0.2)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    await asyncio.gather(saving, return_exceptions=True)
+    hold.release()
+    async with asyncio.timeout(SOON):
+        await (await store.save(2, tree(2))).reached("disk")
