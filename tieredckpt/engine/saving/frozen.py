@@ -49,6 +49,8 @@ class FrozenCheck:
         self._later: _Unread | None = None
         """Arrays of the newest save, while those of an older one are checked."""
         self._hurry = asyncio.Event()
+        self._waiters = 0
+        """Callers of `drained`."""
         self._may_read = asyncio.Event()
         self._may_read.set()
         self._checked: dict[str, int] = {}
@@ -115,15 +117,19 @@ class FrozenCheck:
 
     async def drained(self) -> None:
         """Wait until all checks have ended; they are not slowed down meanwhile."""
+        self._waiters += 1
         self._hurry.set()
         try:
             while self._task is not None:
                 await asyncio.wait([self._task])
-                if self._later is None:
-                    break
-                self._begin_later()
+                if self._task.done():  # else another caller has begun the next one
+                    if self._later is None:
+                        break
+                    self._begin_later()
         finally:
-            self._hurry.clear()
+            self._waiters -= 1
+            if not self._waiters:
+                self._hurry.clear()
 
     async def stop(self) -> None:
         """Cancel the check under way."""

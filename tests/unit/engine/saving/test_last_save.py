@@ -278,6 +278,24 @@ async def test_flush_waits_for_the_check_of_the_last_save_too(
         assert heard.of(FrozenChanged) == [FrozenChanged(3, "base", 2)]
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+async def test_each_of_several_flushes_waits_for_the_last_check(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch, checked: list[str], calls: int
+) -> None:
+    limit(monkeypatch, frozen_rate=1.0)
+    frozen_one, moving = values(1), values(2)
+    async with opened(shared_memory, tmp_path, "frozen") as store:
+        for step in range(1, 4):
+            moving[0] = step
+            await store.save(step, {"frozen": frozen_one, "moving": moving})
+        check = store._life.engine._writer.frozen
+        before = len(checked)
+        await asyncio.gather(*(store.flush() for _ in range(calls)))
+        assert len(checked) == before + 1
+        assert check._task is not None
+        assert check._task.done()
+
+
 async def test_a_check_reads_nothing_anew_while_a_save_is_made(
     tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
