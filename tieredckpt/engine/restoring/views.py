@@ -93,7 +93,7 @@ def _view(ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex]) -> View
         for cell, chunk in zip(cells(array.grid), array.chunks, strict=True):
             if isinstance(chunk.where, Extent):
                 length = aligned(cell.nbytes)  # without the padding, where the next chunk may begin
-                if chunk.where.path != ram.slab_key or chunk.where.offset + length > ram.slab.array.size:
+                if chunk.where.path != ram.slab_key or chunk.where.offset + length > ram.slab.capacity:
                     raise Corrupt(f"a chunk of {layout.array_key(key)!r} of {step} lies outside the slab")
                 placed.append(Placed(starts[key] + cell.start, chunk.where.offset, length))
                 size = starts[key] + cell.start + length

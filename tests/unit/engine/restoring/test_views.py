@@ -25,9 +25,12 @@ from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, f
 
 from tieredckpt import AS_SAVED, CheckpointStore, Restored
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.slab_index import slab_size
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, Invalid
 from tieredckpt.events import ChunkRepaired, StepRestored
+from tieredckpt.format.manifest import StepId, StepIndex
 
 CHUNKS = 8
 STATE = CHUNKS * slab_size(CHUNK)
@@ -180,6 +183,28 @@ async def test_a_step_whose_index_in_ram_is_gone_is_copied(two_tiers: StoreConfi
         await store.flush()
         manifest = next(Path(tier_of(store, "ram").store.location).glob("steps/*/manifest.ocdbt"))
         manifest.unlink()
+        restored = await view(store)
+        assert set(restored.sources) == {"disk"}
+        assert_same(restored.tree, state(1))
+
+
+async def test_a_step_whose_ram_is_made_anew_before_it_is_seen_is_copied(
+    two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_index = step_index.load
+
+    async def disconnect(tier: Tier, step: StepId) -> StepIndex:
+        index = await load_index(tier, step)
+        if tier.in_memory:
+            monkeypatch.undo()
+            shutil.rmtree(tier.store.location)
+            await tier.disconnect()  # as the promoter of RAM does whose folder went away
+        return index
+
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(1, state(1))
+        await store.flush()
+        monkeypatch.setattr(step_index, "load", disconnect)
         restored = await view(store)
         assert set(restored.sources) == {"disk"}
         assert_same(restored.tree, state(1))
