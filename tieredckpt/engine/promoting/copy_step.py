@@ -20,7 +20,7 @@ from tieredckpt.engine.promoting.dedupe import refer_to_intact
 from tieredckpt.engine.promoting.pack_writer import Batch, Encoder, Need, Payload, write_packs
 from tieredckpt.engine.promoting.room import expected, have_room, within_capacity
 from tieredckpt.engine.restoring.deriving import DerivedSource, RoundedSource
-from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.restoring.source import SilentSource, StepSource
 from tieredckpt.engine.state.promotions import promoting, report_promoted
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
@@ -286,10 +286,12 @@ class _Packing:
         payloads: list[Payload] = []
         source, encoding = self.source, self.encoder.encoding
         for need in some:
+            if (mapped := slab.mapped) is None:
+                raise SilentSource(f"{source.step}: RAM went away while the step was copied from there")
             array = source.index.arrays[need.key]
             where = array.chunks[need.ordinal].where
             assert isinstance(where, Extent)
-            memory = slab.array[where.offset : where.offset + encoding.stored_size(need.nbytes)]
+            memory = mapped[where.offset : where.offset + encoding.stored_size(need.nbytes)]
             more = encoding.room(need.nbytes, behind=self.behind)
             room = await batch.carve(self.state.scratch, more) if more else None
             payloads.append(Payload(need.digest, need.nbytes, array.grid.itemsize, memory, room))

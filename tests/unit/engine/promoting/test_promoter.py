@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reliability.tiers import FaultyTiers
@@ -14,6 +15,7 @@ from support.scenes import SOON, Heard, assert_restored, config, folder, ram, ta
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Outgrown
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.promoting import copy_step
 from tieredckpt.engine.tier import lease as lease_module
 from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed
@@ -127,3 +129,26 @@ async def test_a_tier_that_fails_again_while_it_is_scanned_is_scanned_before_it_
         await on_disk(paused, 2, 3)
     async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as reader:
         assert_restored(await reader.restore(3), tree(1))
+
+
+async def test_ram_that_goes_away_under_a_promotion_is_no_failure_of_the_other_tier(
+    two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_from_slab, gone = copy_step._Packing.add_from_slab, False
+
+    async def disconnect(packing: Any, *arguments: Any) -> None:
+        nonlocal gone
+        if not gone:
+            gone = True
+            nearest = packing.state.tiers[0]
+            shutil.rmtree(nearest.store.location)
+            await nearest.disconnect()  # as its promoter does where its folder went away
+        await add_from_slab(packing, *arguments)
+
+    monkeypatch.setattr(copy_step._Packing, "add_from_slab", disconnect)
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        await store.save(1, tree(1))
+        await store.flush()
+        assert gone
+        assert [event for event in heard.of(TierFailed) if event.tier == "disk"] == []
