@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.errors import TierUnavailable
 from tieredckpt.format.encoding import CRC32C
 
 __all__ = ["SlabIndex", "slab_size"]
@@ -38,9 +39,14 @@ class SlabIndex:
         self._guards_uses = threading.Lock()
 
     def allocate(self, nbytes: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
-        """Offset and memory of a new extent for a chunk of ``nbytes``; None when the slab is full."""
+        """Offset and memory of a new extent for a chunk of ``nbytes``; None when the slab is full.
+
+        Raises `TierUnavailable` if it was closed meanwhile.
+        """
+        if (mapped := self._slab.mapped) is None:
+            raise TierUnavailable("RAM went away while chunks were copied there")
         offset = self._slab.allocate(slab_size(nbytes))
-        return None if offset is None else (offset, self._slab.array[offset : offset + nbytes])
+        return None if offset is None else (offset, mapped[offset : offset + nbytes])
 
     def release(self, offset: int, nbytes: int) -> None:
         """Give an extent back that never became a chunk."""

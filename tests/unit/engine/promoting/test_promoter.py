@@ -16,7 +16,11 @@ from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Outgrown
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.promoting import copy_step
+from tieredckpt.engine.saving import copy_to_slab
+from tieredckpt.engine.saving.snapshot import Snapshot
+from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import lease as lease_module
+from tieredckpt.engine.tier.slab_index import SlabIndex
 from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed
 from tieredckpt.format.manifest import StepId
@@ -152,3 +156,21 @@ async def test_ram_that_goes_away_under_a_promotion_is_no_failure_of_the_other_t
         await store.flush()
         assert gone
         assert [event for event in heard.of(TierFailed) if event.tier == "disk"] == []
+
+
+async def test_a_save_whose_ram_goes_away_under_the_copy_goes_past_it(
+    two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_cells = copy_to_slab.copy_cells
+
+    async def disconnect(state: State, snapshot: Snapshot, index: SlabIndex) -> None:
+        nearest = state.tiers[0]
+        shutil.rmtree(nearest.store.location)
+        await nearest.disconnect()  # as its promoter does where its folder went away
+        await copy_cells(state, snapshot, index)
+
+    monkeypatch.setattr(copy_to_slab, "copy_cells", disconnect)
+    async with CheckpointStore.open(two_tiers) as store:
+        await store.save(1, tree(1))
+        assert await store.where(1) == ("disk",)
+        assert_restored(await store.restore(), tree(1))
