@@ -549,7 +549,7 @@ async def test_a_restore_beside_a_repair_keeps_the_copy_in_ram(place: Path) -> N
     async with saved(place, "ram", "disk") as store:
         tier = tier_of(store, "ram")
         await flip_manifest(place, store, "ram")
-        with tier.steps.indexes.rereading(max(tier.steps.held)):
+        with tier.steps.rereading(max(tier.steps.held)):
             assert_restored(await store.restore(2, resume=False), state(2))
             await store.flush()
         assert await store.where(2) == ("ram", "disk")

@@ -48,16 +48,19 @@ async def read_indexes(tier: Tier, steps: Collection[StepId], use: Callable[[Ste
     large = any(tier.steps.indexes.nbytes.get(step, 0) > _LARGE_INDEX for step in steps)
 
     async def read(step: StepId) -> None:
+        held = tier.steps.own(step)
         try:
             index = await step_index.load(tier, step)
         except (Corrupt, NotFound) as error:
             if isinstance(error, NotFound):
                 await marker_file.check(tier.store, tier.marker, tier.name, str(step))
-            if tier.steps.keeps(step):  # and is not being evicted, or was meanwhile
+            # And is not being evicted, or was meanwhile, nor was committed anew, or found by a new scan of the tier.
+            if tier.steps.keeps(step) and tier.steps.own(step) is held:
                 _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
                 tier.quarantine(step, error)
         else:
-            tier.steps.indexes.packs[step] = packs_of(index.arrays)
+            if step in tier.steps.indexes:  # else it left, or the tier is being scanned again
+                tier.steps.indexes.packs[step] = packs_of(index.arrays)
             if use is not None:
                 use(index)
 

@@ -105,7 +105,7 @@ class Verifier:
     async def _on(self, step: StepId, tier: Tier, scan: Scan | None) -> Verified:
         record = self.state.records().get(step)
         nbytes = record.nbytes if record is not None else 0
-        with tier.steps.indexes.rereading(step) as remembered:
+        with tier.steps.rereading(step) as remembered:
             try:
                 if step in tier.steps.damaged and not tier.in_memory and tier.blobs is not None:
                     await self.collector.evictor.look_again(step, tier)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
@@ -59,10 +59,10 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         return any(len(self) <= count and memory <= nbytes for count, nbytes in _KEPT)
 
     @contextmanager
-    def rereading(self, step: StepId) -> Iterator[StepIndex | None]:
+    def rereading(self, step: StepId, is_current: Callable[[], bool]) -> Iterator[StepIndex | None]:
         """Read the index of a step anew in the block, though it may be cached; yields the cached one.
 
-        The cached index stays if the block remembers no new one.
+        The cached index stays if the block remembers no new one, and it ``is_current`` still.
         """
         if (cached := self.pop(step, None)) is not None:
             self._set_aside[step] = cached
@@ -71,7 +71,7 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
             yield remembered
         finally:
             self._set_aside.pop(step, None)
-            if remembered is not None and step not in self:
+            if remembered is not None and step not in self and is_current():
                 self.remember(step, remembered)
 
     def known(self, step: StepId) -> StepIndex | None:

@@ -7,12 +7,13 @@ import asyncio
 import msgspec
 
 from tieredckpt.engine.tier.index_cache import packs_of
+from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, decode_step
 
-__all__ = ["check_record", "is_committed", "load", "packs", "read", "root_key"]
+__all__ = ["check_record", "is_committed", "is_replaced", "load", "packs", "read", "root_key"]
 
 _MANIFEST_MAX = 1 << 20
 _BTREE_MAX = 1 << 30
@@ -73,21 +74,31 @@ async def load(tier: Tier, step: StepId) -> StepIndex:
             found = await asyncio.to_thread(decode_step, *await read(tier, step))
             check_record(tier, step, found.record)
         except (Corrupt, NotFound) as error:
-            if (now := steps.own(step)) is not None and now is not held:  # its old index was read
+            if is_replaced(tier, step, held):
                 return await load(tier, step)
             if isinstance(error, Corrupt) and step in steps.held and not steps.held[step].whole:
                 tier.quarantine(step, error)  # as if it had been read at opening
             raise
-        if (now := steps.own(step)) is not held:  # this may be the old one, or it is of a step that has left
-            return found if now is None else await load(tier, step)
+        if is_replaced(tier, step, held):
+            return await load(tier, step)
+        if steps.own(step) is None:  # it left, or the tier is being scanned again, and may hold another commit of it
+            return found
     steps.indexes.remember(step, found)
     return found
 
 
+def is_replaced(tier: Tier, step: StepId, held: Held | None) -> bool:
+    """Whether a step was committed anew since it was ``held`` so; an index that was read meanwhile may be the old."""
+    now = tier.steps.own(step)
+    return now is not None and now is not held
+
+
 async def packs(tier: Tier, step: StepId) -> frozenset[str]:
     """The packs that a step refers to. Raises as `load`."""
-    known = tier.steps.indexes.packs
-    found = known.get(step)
+    indexes = tier.steps.indexes
+    found = indexes.packs.get(step)
     if found is None:
-        found = known[step] = packs_of((await load(tier, step)).arrays)
+        found = packs_of((await load(tier, step)).arrays)
+        if step in indexes:
+            indexes.packs[step] = found
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,12 +18,15 @@ from support.scenes import SOON, Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.wrap import Overdue
+from tieredckpt.engine.keeping.used_packs import packs_by_step
+from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.repairing.repair import repair_index
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import located
 from tieredckpt.engine.tier.steps import Stale
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted
 from tieredckpt.format import layout
@@ -530,3 +534,85 @@ async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_repai
     await scene.store._life.loop.call(repairing)
     assert await scene.is_gone()
     assert scene.step not in scene.tier.steps.damaged
+
+
+async def test_an_index_that_a_verification_began_with_is_not_remembered_once_its_step_was_committed_anew(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    reading = faults["disk"].hold("*", key="packs/*")
+    verifying = asyncio.create_task(scene.store.verify(1, "disk"))
+    await reading.reached()
+    scene.tier.packs.index.clear()  # so that its chunks are written to a new pack
+    await scene.copied(again=True)
+    scene.tier.steps.indexes.pop(scene.step)  # as if those of many other steps were read since
+    reading.release()
+    await verifying
+    await scene.store.collect()
+    assert await scene.is_held()
+
+
+class Rescan:
+    """A new scan of the disk, as after a failure, that waits for its listing."""
+
+    def __init__(self, scene: Scene, disk: Faulty) -> None:
+        self._listing = disk.hold("list", key="steps/*")
+        self._scanning = asyncio.create_task(scene.store._life.loop.call(self._scan(scene.tier)))
+
+    async def _scan(self, tier: Tier) -> None:
+        async with tier.packs.guard:
+            await scan_tier(tier)
+
+    async def begun(self) -> None:
+        await self._listing.reached()
+
+    async def ended(self) -> None:
+        self._listing.release()
+        await self._scanning
+
+
+async def test_what_is_read_of_a_step_while_its_tier_is_scanned_again_is_not_remembered(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    call = scene.store._life.loop.call
+    (place,) = scene.disk.glob("steps/*1-*")
+    shutil.copytree(place, scene.disk.parent / "before")
+    scene.tier.packs.index.clear()  # so that its chunks are written to a new pack
+    await scene.copied(again=True)
+    place.rename(scene.disk.parent / "after")
+    shutil.copytree(scene.disk.parent / "before", place)
+    await call(scan_tier(scene.tier))
+    reading = faults["disk"].hold("get", key="steps/*1-*/btree*", after=True)
+    asking = asyncio.create_task(call(packs_by_step(scene.tier)))
+    await reading.reached()
+    scan = Rescan(scene, faults["disk"])
+    await scan.begun()
+    shutil.rmtree(place)  # for another writer has committed it anew
+    (scene.disk.parent / "after").rename(place)
+    reading.release()
+    await asyncio.wait([asking], timeout=0.5)
+    await scan.ended()
+    await asking
+    await asyncio.sleep(0.3)  # longer than the grace
+    await scene.store.collect()
+    assert await scene.is_held()
+
+
+async def test_a_step_that_is_asked_for_while_its_tier_is_scanned_again_is_held(
+    scene: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    call, disk = scene.store._life.loop.call, faults["disk"]
+    scene.tier.steps.indexes.clear()
+    scene.tier.steps.indexes.packs.clear()
+    reading = disk.hold("get", key="steps/*/manifest*", after=True)
+    asking = asyncio.create_task(call(packs_by_step(scene.tier)))
+    await reading.reached()
+    scan = Rescan(scene, disk)
+    await scan.begun()
+    looking = disk.hold("get", key="tieredckpt.json")
+    reading.release()
+    await looking.reached()
+    await scan.ended()
+    looking.release()
+    await asking
+    assert "cannot be read" not in caplog.text
+    assert await scene.is_held()
