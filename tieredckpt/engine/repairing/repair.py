@@ -18,7 +18,7 @@ from tieredckpt.engine.repairing.check import Scan, check
 from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.chunk_reader import read_chunk
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.ram import Ram
@@ -96,6 +96,7 @@ async def _repair_inline(
     repaired: dict[str, ArrayIndex] = {}
     origin: list[tuple[str, str, int]] = []
     async with open_source(state, step, tier) as source:
+        held = tier.steps.own(step)
         for key, array, ordinal, chunk in _places(source, chunks):
             if isinstance(chunk.where, Extent):
                 continue
@@ -110,7 +111,9 @@ async def _repair_inline(
     if repaired:
         index = StepIndex(source.index.record, {**source.index.arrays, **repaired})
         why = Corrupt(f"tier {tier.name!r}, {step}: bytes of {next(iter(repaired))!r} in the index are damaged")
-        await repair_index(state, collector, step, tier, why, index)
+        anew = step_index.is_replaced(tier, step, held)
+        if anew or not await repair_index(state, collector, step, tier, why, index):
+            return await _repair_inline(state, collector, step, tier, chunks)  # from the index that is there by now
         for key, name, nbytes in origin:
             state.events.emit(ChunkRepaired(step.step, layout.array_key(key), tier.name, name, nbytes))
     return left
@@ -197,10 +200,11 @@ async def repair_index(
     tier: Tier,
     error: TieredCkptError,
     remembered: StepIndex | None = None,
-) -> None:
+) -> bool:
     """Repair an unreadable commit: commit again, from memory or from another tier, or drop the step from RAM.
 
-    Nothing is done to a step that was evicted meanwhile.
+    Nothing is done to a step that was evicted meanwhile. False if the step was committed anew before its turn came:
+    what is ``remembered`` may name packs that are gone.
 
     Args:
         state: of the engine.
@@ -210,22 +214,23 @@ async def repair_index(
         error: what is wrong with it.
         remembered: its index, as this process wrote or read it before.
     """
-    remembered = tier.steps.indexes.known(step) or remembered  # another task may have committed it anew meanwhile
+    remembered = remembered or tier.steps.indexes.known(step)
     if remembered is not None:
+        held = tier.steps.own(step)
         async with tier.packs.guard:
+            if step_index.is_replaced(tier, step, held):
+                return False
             if tier.ram is not None:
                 await whole(_commit_beside_readers(tier, tier.ram, step, remembered))
             else:
                 await commit_file.commit(tier, remembered.record, remembered.arrays, only_anew=True)
-        return
-    if tier.in_memory:
+    elif tier.in_memory:
         await collector.evictor.drop_unreadable(step, tier)
-        return
-    if not tier.steps.keeps(step):
-        return  # it was evicted since it could not be read
-    tier.quarantine(step, error)
-    if state.holders(step):
-        await copy_step(state, collector, step, tier)
+    elif tier.steps.keeps(step):  # else it was evicted since it could not be read
+        tier.quarantine(step, error)
+        if state.holders(step):
+            await copy_step(state, collector, step, tier)
+    return True
 
 
 async def _commit_beside_readers(tier: Tier, ram: Ram, step: StepId, index: StepIndex) -> None:

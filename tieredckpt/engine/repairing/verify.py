@@ -11,6 +11,7 @@ from tieredckpt.engine.repairing.repair import inspect, repair_chunks, repair_in
 from tieredckpt.engine.restoring.lookup import find_derived
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
@@ -105,6 +106,7 @@ class Verifier:
     async def _on(self, step: StepId, tier: Tier, scan: Scan | None) -> Verified:
         record = self.state.records().get(step)
         nbytes = record.nbytes if record is not None else 0
+        held = tier.steps.own(step)
         with tier.steps.rereading(step) as remembered:
             try:
                 if step in tier.steps.damaged and not tier.in_memory and tier.blobs is not None:
@@ -115,7 +117,8 @@ class Verifier:
             except TierUnavailable as error:
                 return Verified(step, tier.name, nbytes, (), False, str(error))
             except TieredCkptError as error:
-                return await self._with_another_index(step, tier, nbytes, error, remembered)
+                known = None if step_index.is_replaced(tier, step, held) else remembered
+                return await self._with_another_index(step, tier, nbytes, error, known)
         if not damage:
             tier.steps.impaired.discard(step)
             return Verified(step, tier.name, nbytes, (), False, "")

@@ -7,13 +7,14 @@ import os
 import shutil
 import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from reliability.tiers import FaultyTiers
-from support.insight import flip_chunk, tier_of
+from support.insight import flip, flip_chunk, tier_of
 from support.scenes import SOON, Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -21,12 +22,12 @@ from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.engine.keeping.used_packs import packs_by_step
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.promoting.copy_step import copy_step
+from tieredckpt.engine.repairing import repair
 from tieredckpt.engine.repairing.repair import repair_index
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import located
 from tieredckpt.engine.tier.steps import Stale
-from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted
 from tieredckpt.format import layout
@@ -106,16 +107,27 @@ class Scene:
         return await self.store.where(1) == ("ram", "disk") and all(found.intact for found in verified)
 
 
-@pytest.fixture
-async def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> AsyncIterator[Scene]:
+@asynccontextmanager
+async def opened_scene(shared_memory: Path, tmp_path: Path, **settings: Any) -> AsyncIterator[Scene]:
     disk = folder(tmp_path / "disk", retain="all", promote="never", deadline=SOON)
-    async with CheckpointStore.open(
-        config({"ram": ram(shared_memory), "disk": disk}, grace=0.2, lease_ttl=0.1)
-    ) as store:
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk}, **settings)) as store:
         for step in (1, 2):
             await store.save(step, tree(step))
             await store.promote(step, "disk")
         yield Scene(store, tmp_path / "disk")
+
+
+@pytest.fixture
+async def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> AsyncIterator[Scene]:
+    async with opened_scene(shared_memory, tmp_path, grace=0.2, lease_ttl=0.1) as scene:
+        yield scene
+
+
+@pytest.fixture
+async def quiet(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> AsyncIterator[Scene]:
+    """A scene without collections and renewals in the background."""
+    async with opened_scene(shared_memory, tmp_path) as scene:
+        yield scene
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the put", "after it"])
@@ -537,18 +549,18 @@ async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_repai
 
 
 async def test_an_index_that_a_verification_began_with_is_not_remembered_once_its_step_was_committed_anew(
-    scene: Scene, faults: FaultyTiers
+    quiet: Scene, faults: FaultyTiers
 ) -> None:
     reading = faults["disk"].hold("*", key="packs/*")
-    verifying = asyncio.create_task(scene.store.verify(1, "disk"))
+    verifying = asyncio.create_task(quiet.store.verify(1, "disk"))
     await reading.reached()
-    scene.tier.packs.index.clear()  # so that its chunks are written to a new pack
-    await scene.copied(again=True)
-    scene.tier.steps.indexes.pop(scene.step)  # as if those of many other steps were read since
+    quiet.tier.packs.index.clear()  # so that its chunks are written to a new pack
+    await quiet.copied(again=True)
+    quiet.tier.steps.indexes.pop(quiet.step)  # as if those of many other steps were read since
     reading.release()
     await verifying
-    await scene.store.collect()
-    assert await scene.is_held()
+    await quiet.store.collect()
+    assert await quiet.is_held()
 
 
 class Rescan:
@@ -556,11 +568,7 @@ class Rescan:
 
     def __init__(self, scene: Scene, disk: Faulty) -> None:
         self._listing = disk.hold("list", key="steps/*")
-        self._scanning = asyncio.create_task(scene.store._life.loop.call(self._scan(scene.tier)))
-
-    async def _scan(self, tier: Tier) -> None:
-        async with tier.packs.guard:
-            await scan_tier(tier)
+        self._scanning = asyncio.create_task(scene.store._life.loop.call(scan_tier(scene.tier)))
 
     async def begun(self) -> None:
         await self._listing.reached()
@@ -571,42 +579,43 @@ class Rescan:
 
 
 async def test_what_is_read_of_a_step_while_its_tier_is_scanned_again_is_not_remembered(
-    scene: Scene, faults: FaultyTiers
+    quiet: Scene, faults: FaultyTiers
 ) -> None:
-    call = scene.store._life.loop.call
-    (place,) = scene.disk.glob("steps/*1-*")
-    shutil.copytree(place, scene.disk.parent / "before")
-    scene.tier.packs.index.clear()  # so that its chunks are written to a new pack
-    await scene.copied(again=True)
-    place.rename(scene.disk.parent / "after")
-    shutil.copytree(scene.disk.parent / "before", place)
-    await call(scan_tier(scene.tier))
+    call = quiet.store._life.loop.call
+    (place,) = quiet.disk.glob("steps/*1-*")
+    shutil.copytree(place, quiet.disk.parent / "before")
+    quiet.tier.packs.index.clear()  # so that its chunks are written to a new pack
+    await quiet.copied(again=True)
+    place.rename(quiet.disk.parent / "after")
+    shutil.copytree(quiet.disk.parent / "before", place)
+    await call(scan_tier(quiet.tier))
     reading = faults["disk"].hold("get", key="steps/*1-*/btree*", after=True)
-    asking = asyncio.create_task(call(packs_by_step(scene.tier)))
+    asking = asyncio.create_task(call(packs_by_step(quiet.tier)))
     await reading.reached()
-    scan = Rescan(scene, faults["disk"])
+    scan = Rescan(quiet, faults["disk"])
     await scan.begun()
     shutil.rmtree(place)  # for another writer has committed it anew
-    (scene.disk.parent / "after").rename(place)
+    (quiet.disk.parent / "after").rename(place)
     reading.release()
     await asyncio.wait([asking], timeout=0.5)
     await scan.ended()
     await asking
-    await asyncio.sleep(0.3)  # longer than the grace
-    await scene.store.collect()
-    assert await scene.is_held()
+    for pack in quiet.disk.glob("packs/*/*"):
+        os.utime(pack, (1e9, 1e9))  # long ago, so that no grace keeps it
+    await quiet.store.collect()
+    assert await quiet.is_held()
 
 
 async def test_a_step_that_is_asked_for_while_its_tier_is_scanned_again_is_held(
-    scene: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
+    quiet: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call, disk = scene.store._life.loop.call, faults["disk"]
-    scene.tier.steps.indexes.clear()
-    scene.tier.steps.indexes.packs.clear()
+    call, disk = quiet.store._life.loop.call, faults["disk"]
+    quiet.tier.steps.indexes.clear()
+    quiet.tier.steps.indexes.packs.clear()
     reading = disk.hold("get", key="steps/*/manifest*", after=True)
-    asking = asyncio.create_task(call(packs_by_step(scene.tier)))
+    asking = asyncio.create_task(call(packs_by_step(quiet.tier)))
     await reading.reached()
-    scan = Rescan(scene, disk)
+    scan = Rescan(quiet, disk)
     await scan.begun()
     looking = disk.hold("get", key="tieredckpt.json")
     reading.release()
@@ -615,4 +624,63 @@ async def test_a_step_that_is_asked_for_while_its_tier_is_scanned_again_is_held(
     looking.release()
     await asking
     assert "cannot be read" not in caplog.text
-    assert await scene.is_held()
+    assert await quiet.is_held()
+
+
+async def test_a_small_array_that_is_repaired_while_its_step_is_repacked_takes_no_chunk_from_it(
+    quiet: Scene, faults: FaultyTiers
+) -> None:
+    call, tier = quiet.store._life.loop.call, quiet.tier
+
+    async def commit_wrong_bytes() -> None:
+        index = await step_index.load(tier, quiet.step)
+        half = index.arrays["half"]
+        (chunk,) = half.chunks
+        assert isinstance(chunk.where, bytes)
+        wrong = replace(half, chunks=[Chunk(chunk.digest, bytes(len(chunk.where)))])
+        await commit_file.commit(tier, index.record, {**index.arrays, "half": wrong})
+
+    await call(commit_wrong_bytes())
+    reading, may_read = asyncio.Event(), asyncio.Event()
+    read_good = repair._read_good
+
+    async def slow(*arguments: Any) -> Any:
+        reading.set()
+        await may_read.wait()
+        return await read_good(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repair, "_read_good", slow)
+        verifying = asyncio.create_task(quiet.store.verify(1, "disk", repair=True))
+        await call(reading.wait())
+        tier.packs.index.clear()  # so that its chunks are written to a new pack
+        await quiet.copied(again=True)
+        await quiet.store.collect()
+        await call(_set(may_read))
+        (found,) = await verifying
+    assert found.repaired
+    await quiet.store.collect()
+    assert await quiet.is_held()
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+async def test_an_index_that_waits_for_its_repair_is_not_committed_once_its_step_was_committed_anew(
+    quiet: Scene, faults: FaultyTiers
+) -> None:
+    quiet.tier.packs.index.clear()  # so that its chunks are written to a new pack
+    writing = faults["disk"].hold("put", key="packs/*")
+    anew = asyncio.create_task(quiet.copied(again=True))
+    await writing.reached()
+    (manifest,) = quiet.manifests
+    flip(manifest, 20)
+    works: list[asyncio.Task[Any]] = []
+    for work in (quiet.store.collect(), quiet.store.verify(1, "disk", repair=True)):
+        works.append(asyncio.create_task(work))
+        await asyncio.wait(works, timeout=0.5)  # in this order behind the copy
+    writing.release()
+    await anew
+    await asyncio.gather(*works)
+    assert await quiet.is_held()
