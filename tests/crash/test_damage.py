@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 from reliability.tiers import FaultyTiers
 from support.insight import bytes_of_listed_steps, extents, flip, flip_chunk, index_of, slab_of, tier_of
 from support.limits import limit
-from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, new_shared_folder, ram
+from support.scenes import (
+    CHUNK,
+    Heard,
+    assert_restored,
+    assert_same,
+    config,
+    crash,
+    folder,
+    new_shared_folder,
+    polled,
+    ram,
+)
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file, step_index
@@ -236,6 +247,37 @@ async def test_a_chunk_that_changed_on_disk_comes_from_the_next_tier_and_is_repa
         await assert_clean(store, "disk", "far")
         assert await restored(store, how) == {"disk": TOTAL}
     async with opened(place) as store:
+        await assert_clean(store, "disk", "far")
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one after the other"])
+async def test_a_chunk_that_two_restores_find_damaged_is_written_once(
+    place: Path, faults: FaultyTiers, at_once: bool
+) -> None:
+    async with saved(place) as store:
+        heard = Heard(store)
+        await store.evict(1, "ram")
+        await flip_chunk(store, "disk", 1, "b", 1)
+        before = len([call for call in faults["disk"].calls if (call.verb, call.key[:6]) == ("put", "packs/")])
+        reading = faults["far"].hold("*", key="packs/*")  # in the first restore, which knows of the damage by then
+        first = asyncio.create_task(restored(store))
+        await reading.reached()
+        writing = faults["disk"].hold("put", key="packs/*")
+        assert await restored(store) == {"disk": TOTAL - CHUNK, "far": CHUNK}
+        await writing.reached()
+        if at_once:
+            reading.release()
+            await first
+            await asyncio.sleep(0.3)  # in which its repair comes to wait for the other
+        writing.release()
+        await polled(lambda: bool(heard.of(ChunkRepaired)))
+        reading.release()
+        await first
+        await store.flush()
+        puts = [call for call in faults["disk"].calls if (call.verb, call.key[:6]) == ("put", "packs/")]
+        assert len(puts) == before + 1
+        if not at_once:
+            assert heard.of(ChunkRepaired) == [ChunkRepaired(1, "b", "disk", "far", CHUNK)]
         await assert_clean(store, "disk", "far")
 
 

@@ -144,7 +144,7 @@ class Reports:
                         try:
                             await read_chunk(tier, chunk.where, chunk.digest, memory[:nbytes], self._state.pool)
                         except (Corrupt, NotFound) as error:
-                            found.append(Damage(tier, chunk.digest, layout.array_key(key), error))
+                            found.append(Damage(tier, chunk.digest, layout.array_key(key), error, chunk.where))
         return found
 
     async def _look_at_index(self, step: StepId, tier: Tier) -> None:

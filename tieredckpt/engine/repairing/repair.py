@@ -61,7 +61,7 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
     """Repair damaged chunks on every tier; returns those that could not be repaired, which do not stop the others."""
     by_tier: dict[str, dict[bytes, Damage]] = {}
     for found in damage:
-        by_tier.setdefault(found.tier.name, {})[found.digest] = found
+        by_tier.setdefault(found.tier.name, {}).setdefault(found.digest, found)  # that of the step's own place first
     unrepaired: list[Unrepaired] = []
     for name, chunks in by_tier.items():
         tier = state.tier(name)
@@ -150,6 +150,8 @@ async def _repair_packs(
         for key, array, ordinal, chunk in _places(source, chunks):
             if not isinstance(chunk.where, Extent) or chunk.digest in origin or chunk.digest in lost:
                 continue
+            if chunks[chunk.digest].where not in (None, chunk.where):
+                continue  # it was repaired since
             nbytes = array.grid.cell_nbytes
             async with state.scratch.lend(aligned(nbytes)) as memory:
                 if (good := await _read_good(source, chunks[chunk.digest], key, ordinal, memory, left)) is None:
@@ -157,8 +159,10 @@ async def _repair_packs(
                 else:
                     origin[chunk.digest] = good.name, nbytes
     async with tier.packs.guard:
-        for digest in chunks:
-            tier.packs.forget(digest)  # also what is lost: a step to come that has it writes it anew
+        for digest, found in chunks.items():
+            # Also what is lost: a step to come that has it writes it anew. Not what another repair has written since.
+            if digest in lost or found.where in (None, tier.packs.index.get(digest)):
+                tier.packs.forget(digest)
     if not origin:
         return left
     await copy_step(state, collector, step, tier, again=True, lost=lost)

@@ -46,6 +46,8 @@ class Damage:
     digest: bytes
     key: str
     error: TieredCkptError
+    where: Extent | bytes | None = None
+    """Its place there, or its bytes in the index; None if another process has found it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +366,7 @@ class StepSource:
         for key, chunk in lacking:
             if isinstance(chunk.where, Extent):
                 tier.chunks.distrust(chunk.digest, chunk.where)
-            self.damage.append(Damage(tier, chunk.digest, layout.array_key(key), error))
+            self.damage.append(Damage(tier, chunk.digest, layout.array_key(key), error, chunk.where))
 
 
 def _placed(pieces: list[Piece], place: Callable[[Piece], Extent | None]) -> tuple[list[Piece], list[Piece]]:
