@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from tieredckpt.concurrency import whole
@@ -44,10 +44,14 @@ class Evictor:
             raise NotFound(f"tier {tier.name!r} does not hold {step}")
         if not self._state.manages(tier):
             raise Conflict(f"tier {tier.name!r} is shared by all ranks, and rank 0 alone deletes there; ask it there")
-        if deleted:
-            check_unread((step,), tier)
-        elif step in tier.steps.held and (reason := why_not(self._state, step, tier)):
-            raise Conflict(f"cannot evict: {reason}")
+
+        def check() -> None:
+            if deleted:
+                check_unread((step,), tier)
+            elif step in tier.steps.held and (reason := why_not(self._state, step, tier)):
+                raise Conflict(f"cannot evict: {reason}")
+
+        check()
         tier.steps.leaving.add(step)
         try:
             if tier.in_memory and (of_ranks := self._state.ram_of_ranks.get(step)) is not None:
@@ -57,7 +61,7 @@ class Evictor:
             else:
                 with suppress(TieredCkptError):  # an unreadable index names no packs
                     tier.packs.mark_used(await step_index.packs(tier, step))
-                await self._retract(step, tier)
+                await self._retract(step, tier, check)
         finally:
             tier.steps.leaving.discard(step)
             if not tier.steps.keeps(step):  # also where a cancellation came too late
@@ -70,7 +74,7 @@ class Evictor:
         self._state.ram_of_ranks.pop(found.step, None)
         tier.steps.drop(found.step)
 
-    async def _retract(self, step: StepId, tier: Tier) -> None:
+    async def _retract(self, step: StepId, tier: Tier, check: Callable[[], None]) -> None:
         """Retract a step, also if a full device has no room for a lease: the lease then takes the room of the step."""
         lacks_lease = tier.lacks_lease
         if lacks_lease and not await is_unchanged(tier):
@@ -78,7 +82,7 @@ class Evictor:
                 f"tier {tier.name!r} at {tier.store.location}: the device has no room for a lease, and another writer "
                 f"has been there; open the store again to read what the tier holds now"
             )
-        await commit_file.retract(tier, step)
+        await commit_file.retract(tier, step, check)
         if lacks_lease and tier.lease is not None:
             with suppress(NoSpace):  # others may have filled what the step took
                 await tier.lease.renew()
@@ -92,7 +96,12 @@ class Evictor:
             return False
         if why_not(self._state, step, tier):
             return False
-        await self.evict(step, tier)
+        try:
+            await self.evict(step, tier)
+        except Conflict:
+            if why_not(self._state, step, tier):  # it has become the last good copy meanwhile
+                return False
+            raise
         return True
 
     def _gone(self, step: StepId, tier: Tier) -> None:

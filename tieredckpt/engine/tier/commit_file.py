@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -218,8 +218,10 @@ async def delete_manifest(tier: Tier, step: StepId) -> None:
             tier.steps.gone_unseen.add(step)
 
 
-async def retract(tier: Tier, step: StepId) -> None:
+async def retract(tier: Tier, step: StepId, check: Callable[[], None] | None = None) -> None:
     """Take a step's commit back, the manifest first. Its packs are left to the collector.
+
+    ``check`` is called once nothing more is waited for; the step stays if that raises.
 
     Raises:
         TierUnavailable: it may be there or not, which shows when the tier works again; a server that refused has left
@@ -227,6 +229,8 @@ async def retract(tier: Tier, step: StepId) -> None:
     """
     async with tier.steps.turn(step):
         await tier.confirm_lease(deleting=True)
+        if check is not None:
+            check()
         try:
             await delete_manifest(tier, step)
         except (TierUnavailable, asyncio.CancelledError):

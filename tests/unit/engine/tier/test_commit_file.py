@@ -684,3 +684,22 @@ async def test_an_index_that_waits_for_its_repair_is_not_committed_once_its_step
     await anew
     await asyncio.gather(*works)
     assert await quiet.is_held()
+
+
+async def test_a_step_that_becomes_the_last_good_copy_while_its_eviction_waits_stays(
+    quiet: Scene, faults: FaultyTiers
+) -> None:
+    used = await quiet.store._life.loop.call(step_index.packs(quiet.tier, quiet.store._life.engine.state.find(2)))
+    quiet.tier.steps.indexes.forget(quiet.step)  # as after an opening that believed a catalog
+    reading = faults["disk"].hold("get", key=MANIFEST)
+    evicting = asyncio.create_task(quiet.store.evict(1, "disk"))
+    await reading.reached()
+    for pack in used:
+        (quiet.disk / pack).unlink()
+    collecting = asyncio.create_task(quiet.store.collect())
+    await asyncio.wait([collecting], timeout=0.5)
+    reading.release()
+    with pytest.raises(Conflict, match="last good copy"):
+        await evicting
+    await collecting
+    assert await quiet.store.where(1) == ("ram", "disk")
