@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from reliability.tiers import FaultyTiers
-from support.insight import flip, flip_chunk, tier_of
+from support.insight import bytes_of_listed_steps, flip, flip_chunk, slab_of, tier_of
 from support.scenes import SOON, Heard, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -703,3 +703,47 @@ async def test_a_step_that_becomes_the_last_good_copy_while_its_eviction_waits_s
         await evicting
     await collecting
     assert await quiet.store.where(1) == ("ram", "disk")
+
+
+async def test_a_policy_does_not_take_out_what_somebody_takes_out_already(quiet: Scene, faults: FaultyTiers) -> None:
+    deleting = faults["disk"].hold("delete", key=MANIFEST)
+    evicting = await quiet.evicting()
+    await deleting.reached()
+    evictor = quiet.store._life.engine.admin._collector.evictor
+    assert not await quiet.store._life.loop.call(evictor.try_evict(quiet.step, quiet.tier))
+    deleting.release()
+    await evicting
+    assert await quiet.is_gone()
+
+
+async def test_a_part_that_is_dropped_twice_at_a_time_frees_its_chunks_once(quiet: Scene) -> None:
+    ram_tier = tier_of(quiet.store, "ram")
+    evictor = quiet.store._life.engine.admin._collector.evictor
+    await quiet.store.save(3, tree(1) | {"epoch": 3})  # with the chunks of step 1
+
+    async def drop() -> None:
+        await asyncio.gather(*(evictor.drop_part(quiet.step, ram_tier) for _ in range(2)))
+
+    await quiet.store._life.loop.call(drop())
+    assert await quiet.store.where(1) == ("disk",)
+    assert slab_of(quiet.store).used == await bytes_of_listed_steps(quiet.store)
+
+
+async def test_an_eviction_beside_a_collection_that_resolves_a_commit_leaves_no_index_nodes(
+    quiet: Scene, faults: FaultyTiers
+) -> None:
+    faults["disk"].fail("put", TierUnavailable("no answer"), key=MANIFEST, after=True)
+    with pytest.raises(TierUnavailable):
+        await quiet.copied(again=True)
+    nodes = quiet.disk / quiet.tier.steps.held[quiet.step].btree_key
+    assert nodes.exists()
+    deleting = faults["disk"].hold("delete", key=MANIFEST, after=True)
+    evicting = await quiet.evicting()
+    await deleting.reached()
+    collecting = asyncio.create_task(quiet.store.collect())
+    await asyncio.wait([collecting], timeout=0.5)
+    deleting.release()
+    await evicting
+    await collecting
+    assert not nodes.exists()
+    assert await quiet.is_gone()

@@ -15,6 +15,8 @@ from support.scenes import SOON, Heard, config, folder, ram, tree
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.opening.upkeep import catalogue
 from tieredckpt.engine.promoting.promoter import Promoter
+from tieredckpt.engine.tier.steps import IndeterminateDelete
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.events import StepEvicted, TierFailed, TierRecovered
 
@@ -186,3 +188,69 @@ async def test_what_leaves_while_the_tier_is_scanned_anew_is_no_copy_to_rely_on(
         assert await store.where(2) == ("ram", "far")
         with pytest.raises(Conflict, match="last good copy"):
             await store.evict(2, "far")
+
+
+async def test_who_waits_for_a_step_hears_that_its_deletion_was_not_done(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    everything = folder(tmp_path / "disk", retain="all")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
+        first = await store.save(1, tree(1))
+        await store.save(2, tree(2))
+        await store.flush()
+        faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST)
+        looking = faults["disk"].hold("stat", key=MANIFEST)
+        with pytest.raises(TierUnavailable):
+            await store.evict(1, "disk")
+        await looking.reached()
+        reaching = asyncio.create_task(first.reached("disk"))
+        await asyncio.wait([reaching], timeout=0.3)
+        looking.release()
+        await asyncio.wait_for(reaching, SOON)
+
+
+async def test_what_a_new_look_at_the_tier_finds_is_not_told_to_be_gone(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    everything = folder(tmp_path / "disk", retain="all")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
+        heard = Heard(store)
+        await store.save(1, tree(1))
+        await store.save(2, tree(2))
+        await store.flush()
+        disk = faults["disk"]
+        disk.fail("delete", TierUnavailable("no answer"), key=MANIFEST)
+        disk.fail("stat", TierUnavailable("no answer"), key=MANIFEST)  # the tier fails before it is found out,
+        disk.flip("get", 300, key="tieredckpt.json")  # and does not look like itself when it comes back
+        with pytest.raises(TierUnavailable):
+            await store.evict(1, "disk")
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert faults.struck["wrong bytes", "get"] == 1
+        assert await store.where(1) == ("ram", "disk")
+        assert not heard.of(StepEvicted)
+
+
+async def test_a_deletion_is_not_repeated_while_the_step_is_the_last_good_copy(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tier, "hanging", 1)  # so that the deletion may come late
+    everything = folder(tmp_path / "disk", retain="all", promote="never")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
+        for number in (1, 2):
+            await store.save(number, tree(number))
+            await store.promote(number, "disk")
+        disk, engine = tier_of(store, "disk"), store._life.engine
+        first, second = disk.steps.held
+
+        async def find_out(*, impaired: bool) -> None:
+            (disk.steps.impaired.add if impaired else disk.steps.impaired.discard)(second)
+            if first not in disk.steps.damaged:
+                disk.steps.deletions[first] = time.monotonic()
+                disk.quarantine(first, IndeterminateDelete("no answer", disk.steps.held[first]))
+            await engine.admin._collector.evictor.find_out(disk)
+
+        await store._life.loop.call(find_out(impaired=True))
+        assert len(list((tmp_path / "disk").glob(MANIFEST))) == 2
+        await store._life.loop.call(find_out(impaired=False))
+        assert len(list((tmp_path / "disk").glob(MANIFEST))) == 1
