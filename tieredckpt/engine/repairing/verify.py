@@ -106,7 +106,7 @@ class Verifier:
     async def _on(self, step: StepId, tier: Tier, scan: Scan | None) -> Verified:
         record = self.state.records().get(step)
         nbytes = record.nbytes if record is not None else 0
-        held = tier.steps.own(step)
+        held, impaired = tier.steps.own(step), step in tier.steps.impaired
         with tier.steps.rereading(step) as remembered:
             try:
                 if step in tier.steps.damaged and not tier.in_memory and tier.blobs is not None:
@@ -120,7 +120,8 @@ class Verifier:
                 known = None if step_index.is_replaced(tier, step, held) else remembered
                 return await self._with_another_index(step, tier, nbytes, error, known)
         if not damage:
-            tier.steps.impaired.discard(step)
+            if impaired:  # and was not found so while this read it, perhaps before it lost anything
+                tier.steps.impaired.discard(step)
             return Verified(step, tier.name, nbytes, (), False, "")
         repairs = self.repairs(tier)
         unrepaired = await repair_chunks(self.state, self.collector, step, damage) if repairs else []

@@ -747,3 +747,20 @@ async def test_an_eviction_beside_a_collection_that_resolves_a_commit_leaves_no_
     await collecting
     assert not nodes.exists()
     assert await quiet.is_gone()
+
+
+async def test_a_step_that_loses_its_packs_while_it_is_verified_is_no_good_copy(
+    quiet: Scene, faults: FaultyTiers
+) -> None:
+    used = await quiet.store._life.loop.call(step_index.packs(quiet.tier, quiet.store._life.engine.state.find(2)))
+    read = faults["disk"].hold("*", key="packs/*", after=True)
+    verifying = asyncio.create_task(quiet.store.verify(2, "disk"))
+    await read.reached()
+    for pack in used:
+        (quiet.disk / pack).unlink()
+    await quiet.store.collect()
+    read.release()
+    (found,) = await verifying
+    assert found.intact  # it was read before
+    with pytest.raises(Conflict, match="last good copy"):
+        await quiet.store.evict(1, "disk")
