@@ -252,15 +252,17 @@ async def test_a_step_leaves_a_device_full_to_the_last_byte_whose_last_writer_di
     assert manifests(disk) == 2
 
 
+@pytest.mark.parametrize("capacity", [None, "1 MiB"], ids=["without a capacity", "beyond its capacity"])
 async def test_the_history_stays_on_a_device_that_others_fill_as_soon_as_a_step_leaves_it(
-    two_tiers: StoreConfig, disk: Path, faults: FaultyTiers
+    shared_memory: Path, two_tiers: StoreConfig, disk: Path, faults: FaultyTiers, capacity: str | None
 ) -> None:
     """Each eviction counts, also where there is no room for the lease without which no pack is deleted."""
     async with CheckpointStore.open(two_tiers) as store:
         for step in range(1, 11):
             await (await store.save(step, tree(step))).reached("disk")
+    smaller = config({"ram": ram(shared_memory), "disk": folder(disk, retain="all", capacity=capacity)})
     with no_room_on(disk):
-        async with CheckpointStore.open(two_tiers) as store:
+        async with CheckpointStore.open(smaller) as store:
             heard = Heard(store)
             await store.save(11, tree(11))
             await heard.first(TierFailed, lambda _: len(heard.of(TierFailed)) >= 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -344,6 +345,24 @@ async def test_an_automatic_slab_grows_for_steps_that_wait_for_their_promotion(s
         assert slab_of(s.store).reserved == 5 * STATE
         assert await s.in_ram() == [5, 6]
         await s.check(1, 2, 3, 4, 5, 6)
+
+
+async def test_an_automatic_slab_takes_the_memory_of_a_step_that_somebody_has_read(scene: Any) -> None:
+    async with scene("wait", None) as s:
+        s.gate.release()
+        await s.save(1)
+        seen = await s.store.restore(1, copy=False, resume=False)
+        await s.store.flush()
+        await s.save(2)
+        await s.store.flush()
+        call, collector = s.store._life.loop.call, s.store._life.engine.collector
+        await call(collector.evict_unretained(tier_of(s.store, "ram")))
+        assert await s.in_ram() == [2]
+        assert slab_of(s.store).used == 2 * STATE
+        del seen
+        gc.collect()
+        await call(collector.evict_unretained(tier_of(s.store, "ram")))
+        assert slab_of(s.store).used == STATE
 
 
 @pytest.mark.parametrize("error", [Corrupt("the index is torn"), OSError(5, "Input/output error")])
