@@ -53,6 +53,8 @@ async def _refer_to_intact(
 ) -> None:
     unproven = await in_thread(_unverified, tier, sizes, pool=state.pool)
     for digest, extent in (await in_thread(_of_one_encoding, tier, sizes, wanted, pool=state.pool)).items():
+        if digest not in tier.packs.index:
+            continue  # it was forgotten since, as one of them is damaged
         if tier.packs.index[digest] != extent:
             tier.packs.forget(digest)
             tier.packs.index[digest] = extent

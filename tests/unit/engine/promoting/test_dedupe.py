@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.insight import tier_of
 from support.limits import limit
 from support.scenes import CHUNK, Heard, assert_restored, config, crash, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.promoting import dedupe
+from tieredckpt.engine.saving.slower_tiers import find_chunks
 from tieredckpt.events import StepPromoted, StepSaved
+from tieredckpt.format.ocdbt import Extent
 
 ARRAYS = 20
 
@@ -124,3 +128,25 @@ async def test_a_promotion_tells_the_bytes_of_all_its_packs(
     async with CheckpointStore.open(tiers) as store:
         assert (await written(store, 1, state()))["disk"] == pack_bytes(disk)
     assert len(list(disk.glob("packs/*/*.pack"))) > 4  # several were in flight at once
+
+
+async def test_a_chunk_that_a_repair_forgets_while_its_copies_are_looked_at_is_not_referred_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a save of several ranks past RAM may meet it, which keeps no repair from its turn."""
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")})) as store:
+        await store.save(1, state())
+        tier, loop = tier_of(store, "disk"), store._life.loop
+        digest, extent = next(iter(tier.packs.index.items()))
+        tier.packs.duplicates[digest] = [Extent(extent.path, extent.offset, CHUNK // 2)]  # in another encoding
+        look = dedupe._of_one_encoding
+
+        def forgotten_behind(*arguments: Any) -> dict[bytes, Extent]:
+            found = look(*arguments)
+            assert found == {digest: extent}
+            loop.soon(lambda: tier.packs.forget(digest))
+            return found
+
+        monkeypatch.setattr(dedupe, "_of_one_encoding", forgotten_behind)
+        engine_state = store._life.engine.state
+        assert await loop.call(find_chunks(engine_state, tier, {digest: CHUNK}, set())) == {}
