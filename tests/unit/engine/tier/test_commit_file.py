@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 from reliability.tiers import FaultyTiers
 from support.insight import bytes_of_listed_steps, flip, flip_chunk, slab_of, tier_of
-from support.scenes import SOON, Heard, config, folder, ram, tree
+from support.scenes import SOON, Heard, config, folder, polled, ram, taken_over, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.wrap import Overdue
@@ -29,7 +29,7 @@ from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import located
 from tieredckpt.engine.tier.steps import Stale
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
-from tieredckpt.events import StepEvicted, StepPromoted
+from tieredckpt.events import StepEvicted, StepPromoted, TierRecovered
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import Chunk, StepIndex, decode_step
 from tieredckpt.testing.faulty import Faulty, Hold
@@ -764,3 +764,28 @@ async def test_a_step_that_loses_its_packs_while_it_is_verified_is_no_good_copy(
     assert found.intact  # it was read before
     with pytest.raises(Conflict, match="last good copy"):
         await quiet.store.evict(1, "disk")
+
+
+async def test_a_promotion_under_way_is_not_committed_once_another_writer_was_there_though_the_lease_is_back(
+    quiet: Scene, faults: FaultyTiers
+) -> None:
+    await quiet.store.delete(2, force=True)
+    state, writer = quiet.store._life.engine.state, faults["disk"]
+    three = tree(1)
+    three["params"]["w0"] = three["params"]["w0"] + 1  # and else the chunks of step 1
+    await quiet.store.save(3, three)
+    writing = writer.hold("put", key="packs/*")
+    promoting = asyncio.create_task(quiet.store.promote(3, "disk"))
+    try:
+        await writing.reached()
+        await taken_over(quiet.disk)  # which deletes step 1 and its pack
+        quiet.store._life.loop.soon(lambda: state.report(quiet.tier, TierUnavailable("stale handle")))
+        await polled(lambda: quiet.tier.marker is None, within=5)
+        await asyncio.wait([promoting], timeout=1.0)  # until the scan waits for it
+    finally:
+        writing.release()
+    with pytest.raises(TierUnavailable, match="another one has been there"):
+        await promoting
+    await quiet.heard.first(TierRecovered)
+    await quiet.store.promote(3, "disk")
+    assert all(found.intact for found in await quiet.store.verify(3))
