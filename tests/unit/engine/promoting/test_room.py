@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, SOON, Heard, assert_restored, config, folder, ram
+from support.scenes import CHUNK, Heard, assert_restored, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -73,19 +73,6 @@ async def test_a_step_that_takes_more_than_the_one_before_drives_out_older_ones(
         assert tier_of(store, "disk").packs.used <= capacity
         await store.evict(3, "ram")
         assert_restored(await store.restore(3), state(3, 62))
-
-
-async def test_a_step_that_turns_out_too_large_for_all_that_may_leave_drives_none_out(
-    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit(monkeypatch, pack_size=3 * (CHUNK + PAGE), first_retry=SOON, last_retry=SOON)
-    capacity = RAW + PAGE  # less than one step that nearly vanishes and one of noise
-    async with CheckpointStore.open(settings(shared_memory, tmp_path, capacity)) as store:
-        for step in (1, 2):
-            await (await store.save(step, state(step, 2))).reached("disk")
-        with pytest.raises(NoSpace, match="less compressible"):
-            await (await store.save(3, state(3, 62))).reached("disk")
-        assert await on_disk(store) == [1, 2]
 
 
 async def test_no_capacity_is_exceeded_by_a_step_that_takes_more_than_there_is(
