@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -116,14 +117,14 @@ async def test_packs_that_go_before_their_manifest_are_found_out(
 ) -> None:
     retract = commit_file.retract
 
-    async def packs_first(tier: Tier, step: StepId) -> None:
+    async def packs_first(tier: Tier, step: StepId, check: Callable[[], None]) -> None:
         own = await step_index.packs(tier, step)
         others = [await step_index.packs(tier, other) for other in tier.steps.held if other != step]
         for key in own.difference(*others):
             await tier.store.delete(key)
             del tier.packs.sizes[key]
         await asyncio.sleep(0)
-        await retract(tier, step)
+        await retract(tier, step, check)
 
     monkeypatch.setattr(commit_file, "retract", packs_first)
     life = await lived(kind, shared_memory)

@@ -38,6 +38,8 @@ _log = logging.getLogger("tieredckpt")
 
 _KEYS_TOLD = 100
 _SHORTEST_WAIT = 0.05
+_LONG = 10.0
+"""Seconds after which a deletion that fails shows that its place does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Exporter:
                 self._rests += 1
                 if self._waiters:
                     self._state.changed.notify()
-                healths = [each for it in self._exports if it.hanging is None for each in (it.health, it.deleting)]
+                healths = [it.health if it.health.error else it.deleting for it in self._exports if it.hanging is None]
                 soonest = min((each.retry_at for each in healths if each.error), default=math.inf)
                 wait = max(_SHORTEST_WAIT, soonest - time.monotonic())
                 await self._state.changed.wait(min(wait, limits.in_force.ask_policies_again))
@@ -328,10 +330,13 @@ class Exporter:
         """Delete the exports that are not kept."""
         failure: Exception | None = None
         for record in due.leaving(self._state, export.config, export.exported):
+            begin = time.monotonic()
             try:
                 await export.place.delete(record)
             except Exception as error:  # the others may go all the same
                 failure = failure or error
+                if time.monotonic() - begin > _LONG:
+                    break  # or take as long
                 continue
             del export.exported[record.step]
             _log.info("export %r: step %d was deleted, as `keep` says", export.config.name, record.step)

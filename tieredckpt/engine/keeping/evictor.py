@@ -121,6 +121,7 @@ class Evictor:
         for step, error in tuple(tier.steps.damaged.items()):
             if not isinstance(error, IndeterminateDelete):
                 continue
+            uncertain = tier.steps.indeterminate.get(step)
             there = await step_index.is_committed(tier, step)
             if tier.steps.damaged.get(step) is not error:
                 continue  # meanwhile it was deleted once more, or committed anew
@@ -139,7 +140,7 @@ class Evictor:
                 self._state.changed.notify()
                 continue
             async with tier.steps.turn(step):  # a promotion that comes now may put its index nodes there, or has failed
-                if tier.steps.damaged.get(step) is error and step not in tier.steps.indeterminate:
+                if tier.steps.damaged.get(step) is error and tier.steps.indeterminate.get(step) is uncertain:
                     tier.steps.drop(step)
                     self._gone(step, tier)
                     await tier.store.delete(error.held.btree_key)
@@ -160,9 +161,9 @@ class Evictor:
         Raises as `commit_file.delete_manifest`.
         """
         async with tier.steps.turn(step):
+            await tier.confirm_lease(deleting=True)
             if tier.steps.damaged.get(step) is not error or why_not(self._state, step, tier):
                 return False
-            await tier.confirm_lease(deleting=True)
             await commit_file.delete_manifest(tier, step)
             return True
 

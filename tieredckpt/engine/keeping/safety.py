@@ -8,7 +8,8 @@
 - `Evictor.drop_unreadable`: a step in RAM whose index is damaged, and not in memory either, is no good copy.
 - `Collector`: packs and index nodes that no step refers to, and commits that come late of steps that this process has
   evicted or failed to commit; one that it does not know stays, and is read.
-- `commit_file`: a failed first commit, and the nodes of a commit that a newer one of the same step replaces.
+- `commit_file`: a failed first commit, or one in the place of a stale step, and the nodes of a commit that a newer one
+  of the same step replaces.
 - `Replication`: replicas in RAM, which never count as durable; the last fully replicated step stays.
 - `opening.scan`: steps in RAM that cannot be read, or whose extents overlap others.
 - `ranks.ram_of_ranks`: RAM that ranks left, once the rule permits it for each of their steps, whole here or not.

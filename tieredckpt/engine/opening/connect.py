@@ -141,7 +141,8 @@ async def _connect_unless_full(state: State, tier: Tier, seen: SeenMarker | None
     async with tier.packs.guard:  # a collector that saw half of a scan would take the packs of the rest for dead
         # Without a marker it has no catalogs; without its own, the footers tell its version, which catalogs do not.
         intact, ours = None if damaged else marker, state.identity.marker
-        if tier.lease is not None and full is None:
+        if tier.lease is not None and full is None and tier.lease.taken_over:
+            await tier.lease.renew()
             tier.lease.taken_over = False  # all that it holds is read now; who waited for the guard till now must know
         await scan_tier(tier, None if intact is None else intact.store, listed)
         if state.membership.size > 1 and not tier.shared:

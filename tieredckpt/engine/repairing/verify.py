@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.repairing.check import Scan
 from tieredckpt.engine.repairing.repair import inspect, repair_chunks, repair_index
@@ -15,7 +16,7 @@ from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId, StepIndex
+from tieredckpt.format.manifest import StepId, StepIndex, decode_step
 
 __all__ = ["Verified", "Verifier", "to_verify"]
 
@@ -147,9 +148,20 @@ class Verifier:
                 if not tier.steps.keeps(step):
                     raise _left(step, tier) from failed
                 problem = f"{error}; it could not be committed anew: {failed}"
+                if not await _is_readable(tier, step):
+                    tier.steps.impair([step])  # it is held still, and is no good copy
         lost = () if not repairs or self.state.holders(step) else (layout.STEP_RECORD,)
         return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
 
 
 def _left(step: StepId, tier: Tier) -> Moved:
     return Moved(f"{step} left tier {tier.name!r} while it was verified")
+
+
+async def _is_readable(tier: Tier, step: StepId) -> bool:
+    """Whether a commit can be read after all: it was only misread, or the new one came though it failed."""
+    try:
+        await in_thread(decode_step, *await step_index.read(tier, step))
+    except TieredCkptError:
+        return False
+    return True

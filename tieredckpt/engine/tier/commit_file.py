@@ -179,7 +179,7 @@ async def _mark_indeterminate(tier: Tier, step: StepId, packs: frozenset[str], b
     """
     steps, late = tier.steps, tier.steps.commits_come_late
     steps.mark_indeterminate(step, packs, btree_key)
-    misread = step in steps.damaged and not isinstance(steps.damaged[step], IndeterminateDelete | Stale)
+    misread = step in steps.damaged and not isinstance(steps.damaged[step], Stale)
     if step in steps.held or (not look if late else misread):
         return False
     try:

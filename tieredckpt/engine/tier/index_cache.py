@@ -37,7 +37,7 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         """The packs of every step that was read or written."""
         self._memory: dict[StepId, int] = {}
         """Bytes that each remembered index takes."""
-        self._set_aside: dict[StepId, StepIndex] = {}
+        self._set_aside: dict[StepId, tuple[StepIndex, Callable[[], bool]]] = {}
         """Those that are being read anew."""
 
     def forget(self, step: StepId) -> frozenset[str] | None:
@@ -65,8 +65,8 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         The cached index stays if the block remembers no new one, and it ``is_current`` still.
         """
         if (cached := self.pop(step, None)) is not None:
-            self._set_aside[step] = cached
-        remembered = self._set_aside.get(step)  # perhaps by another such block
+            self._set_aside[step] = cached, is_current
+        remembered = self.known(step)  # perhaps by another such block
         try:
             yield remembered
         finally:
@@ -76,7 +76,8 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
 
     def known(self, step: StepId) -> StepIndex | None:
         """The cached index of a step, also while it is read anew."""
-        return self.get(step) or self._set_aside.get(step)
+        aside = self._set_aside.get(step)
+        return self.get(step) or (aside[0] if aside is not None and aside[1]() else None)
 
 
 def memory_of(arrays: Mapping[str, ArrayIndex]) -> int:

@@ -6,11 +6,13 @@ import asyncio
 import os
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from reliability.tiers import FaultyTiers
@@ -20,6 +22,7 @@ from support.scenes import SOON, Heard, config, folder, polled, ram, taken_over,
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.engine.keeping.used_packs import packs_by_step
+from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.repairing import repair
@@ -27,6 +30,7 @@ from tieredckpt.engine.repairing.repair import repair_index
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import located
+from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.engine.tier.steps import Stale
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted, TierRecovered
@@ -268,8 +272,9 @@ async def test_a_commit_that_failed_in_the_place_of_a_stale_one_is_undone(scene:
     assert not scene.manifests
 
 
+@pytest.mark.parametrize("put", [False, True], ids=["not put", "put"])
 async def test_a_promotion_that_fails_while_its_deletion_is_looked_into_leaves_no_half_of_a_step(
-    scene: Scene, faults: FaultyTiers
+    scene: Scene, faults: FaultyTiers, put: bool
 ) -> None:
     """Its undoing failed, too: what it wrote is not forgotten with the deletion."""
     disk = faults["disk"]
@@ -278,7 +283,7 @@ async def test_a_promotion_that_fails_while_its_deletion_is_looked_into_leaves_n
     with pytest.raises(TierUnavailable):
         await scene.store.evict(1, "disk")
     await looking.reached()
-    disk.fail("put", TierUnavailable("its answer is lost"), key=MANIFEST, after=True)
+    disk.fail("put", TierUnavailable("its answer is lost"), key=MANIFEST, after=put)
     disk.fail("delete", TierUnavailable("no answer"), key=MANIFEST)
     putting = disk.hold("put", key=MANIFEST)
     promoting = asyncio.create_task(scene.store.promote(1, "disk"))
@@ -289,12 +294,29 @@ async def test_a_promotion_that_fails_while_its_deletion_is_looked_into_leaves_n
     with pytest.raises(TierUnavailable):
         await promoting
     await asyncio.sleep(0.3)  # until it could be collected
-    for _ in range(2):
-        await scene.store.collect()
+    async with asyncio.timeout(SOON):
+        while scene.tier.steps.damaged or scene.tier.steps.indeterminate:
+            await scene.store.collect()
+            await asyncio.sleep(0.05)
     assert await scene.is_gone() or await scene.is_held()
 
 
-async def test_a_damaged_commit_that_cannot_be_replaced_is_not_said_to_be_repaired(
+async def test_a_promotion_that_fails_does_not_delete_what_a_deletion_has_left(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    """Promise 6: the deletion was not carried out, and then this was the last good copy."""
+    disk = faults["disk"]
+    disk.fail("delete", TierUnavailable("no answer"), key=MANIFEST)
+    disk.fail("stat", TierUnavailable("no answer"), key=MANIFEST, times=None)
+    with pytest.raises(TierUnavailable):
+        await scene.store.evict(1, "disk")
+    disk.fail("put", TierUnavailable("no answer"), key=MANIFEST)
+    with pytest.raises(TierUnavailable):
+        await scene.store.promote(1, "disk")
+    assert scene.manifests
+
+
+async def test_a_damaged_commit_that_cannot_be_replaced_is_not_said_to_be_repaired_and_is_no_good_copy(
     scene: Scene, faults: FaultyTiers
 ) -> None:
     (manifest,) = scene.manifests
@@ -303,9 +325,21 @@ async def test_a_damaged_commit_that_cannot_be_replaced_is_not_said_to_be_repair
     (found,) = await scene.store.verify(1, "disk", repair=True)
     assert not found.repaired
     assert "it could not be committed anew: no answer" in found.problem
+    assert not scene.tier.steps.has_good(scene.step)
     (found,) = await scene.store.verify(1, "disk", repair=True)
     assert found.repaired
+    assert scene.tier.steps.has_good(scene.step)
     assert await scene.is_held()
+
+
+async def test_a_commit_that_reads_well_after_a_failed_repair_is_a_good_copy(scene: Scene, faults: FaultyTiers) -> None:
+    """The new one came there, though its put failed: what depends on this copy is not held up."""
+    (manifest,) = scene.manifests
+    manifest.write_bytes(b"damaged")
+    faults["disk"].fail("put", TierUnavailable("its answer is lost"), key=MANIFEST, after=True)
+    (found,) = await scene.store.verify(1, "disk", repair=True)
+    assert not found.repaired
+    assert scene.tier.steps.has_good(scene.step)
 
 
 async def test_a_step_is_not_committed_anew_once_a_deletion_of_it_may_come_late(
@@ -789,3 +823,29 @@ async def test_a_promotion_under_way_is_not_committed_once_another_writer_was_th
     await quiet.heard.first(TierRecovered)
     await quiet.store.promote(3, "disk")
     assert all(found.intact for found in await quiet.store.verify(3))
+
+
+async def test_a_lease_that_another_writer_took_while_a_reconnection_waited_is_not_taken_for_ones_own(
+    quiet: Scene,
+) -> None:
+    """That is known once, and was forgotten: two writers committed beside each other."""
+    leases, now = quiet.disk / "leases", time.time()
+    other = Holder(host="other", machine="other/1", process=7, process_started="1", taken_at=now, renewed_at=now)
+
+    async def reconnect() -> None:
+        tier, state = quiet.tier, quiet.store._life.engine.state
+        assert tier.lease is not None
+        async with tier.packs.guard:  # as a long promotion has it
+            again = asyncio.create_task(connect(state, tier))
+            await asyncio.wait([again], timeout=0.5)  # until it has renewed, and waits
+            for mine in leases.iterdir():
+                mine.unlink()
+            (leases / "0123456789abcdef").write_bytes(msgspec.json.encode(other))
+            with pytest.raises(Conflict):
+                await tier.lease.renew()
+        with pytest.raises(Conflict):
+            await again
+        assert tier.lease.taken_over
+
+    await quiet.store._life.loop.call(reconnect())
+    (leases / "0123456789abcdef").unlink()
