@@ -45,7 +45,7 @@ from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound
-from tieredckpt.events import ChunkRepaired
+from tieredckpt.events import ChunkRepaired, TierFailed, TierRecovered
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.marker import decode_marker
@@ -577,6 +577,27 @@ async def test_a_repair_that_fails_costs_neither_the_step_nor_memory(
             assert_restored(await store.restore(step, resume=False), state(step))
         assert told(await store.scrub()) == []
         await assert_all_memory_comes_back(store)
+
+
+async def test_a_step_in_ram_whose_repair_failed_still_gets_to_the_slower_tier(
+    place: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process knows what it consists of, and nothing else has it."""
+    async with opened(place, "ram", "disk") as store:
+        heard = Heard(store)
+        faults.kill("disk")
+        await store.save(2, state(2))
+        await heard.first(TierFailed)
+        await flip_manifest(place, store, "ram")
+        with monkeypatch.context() as patch:
+            patch.setattr(commit_file, "_put_manifest", Mock(side_effect=NoSpace("no memory is left")))
+            (found,) = await store.verify(2, "ram", repair=True)
+        assert not found.repaired
+        faults.revive("disk")
+        await heard.first(TierRecovered)
+        await store.flush()
+        assert await store.where(2) == ("ram", "disk")
+        assert_restored(await store.restore(2, resume=False), state(2))
 
 
 async def test_a_commit_that_could_not_be_written_anew_is_told(place: Path, faults: FaultyTiers) -> None:

@@ -39,7 +39,7 @@ _log = logging.getLogger("tieredckpt")
 _KEYS_TOLD = 100
 _SHORTEST_WAIT = 0.05
 _LONG = 10.0
-"""Seconds after which a deletion that fails shows that its place does not answer."""
+"""Seconds after which a deletion that fails is the last one for a while: the others may take as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +336,8 @@ class Exporter:
             except Exception as error:  # the others may go all the same
                 failure = failure or error
                 if time.monotonic() - begin > _LONG:
-                    break  # or take as long
+                    export.exported[record.step] = record  # the others are asked for first the next time
+                    break
                 continue
             del export.exported[record.step]
             _log.info("export %r: step %d was deleted, as `keep` says", export.config.name, record.step)

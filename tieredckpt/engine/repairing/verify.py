@@ -148,7 +148,7 @@ class Verifier:
                 if not tier.steps.keeps(step):
                     raise _left(step, tier) from failed
                 problem = f"{error}; it could not be committed anew: {failed}"
-                if not await _is_readable(tier, step):
+                if not (tier.in_memory or await _is_readable(tier, step)):  # RAM is read by what is remembered
                     tier.steps.impair([step])  # it is held still, and is no good copy
         lost = () if not repairs or self.state.holders(step) else (layout.STEP_RECORD,)
         return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
@@ -159,9 +159,10 @@ def _left(step: StepId, tier: Tier) -> Moved:
 
 
 async def _is_readable(tier: Tier, step: StepId) -> bool:
-    """Whether a commit can be read after all: it was only misread, or the new one came though it failed."""
+    """Whether a commit can be read after all: it was only misread, or there is a new one, even though that failed."""
+    held = tier.steps.own(step)
     try:
         await in_thread(decode_step, *await step_index.read(tier, step))
     except TieredCkptError:
-        return False
+        return step_index.is_replaced(tier, step, held)
     return True
