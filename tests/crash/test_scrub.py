@@ -104,6 +104,13 @@ async def assert_whole(place: Path, *names: str) -> None:
             assert all(not each.problem for each in await store.scrub())
 
 
+async def use_all_memory(store: CheckpointStore) -> None:
+    """Save until every byte of the slab that was free was written."""
+    for step in range(10, 16):
+        await store.save(step, {"x": np.full(slab_of(store).capacity // 4, step, np.uint8)})
+        await store.flush()
+
+
 def told(found: list[Verified]) -> list[tuple[int | None, str, tuple[str, ...], bool]]:
     """What was damaged: step, tier, keys, and whether it was repaired."""
     return [
@@ -473,12 +480,9 @@ async def test_memory_that_is_being_viewed_is_not_reused_after_its_commit_was_da
         else:
             flip(path, 30)
         await store.scrub(repair=True)
-        slab = slab_of(store)
         with suppress(NotFound):
             await store.evict(2, "ram")
-        for step in range(10, 16):
-            await store.save(step, {"x": np.full(slab.capacity // 4, step, np.uint8)})
-            await store.flush()
+        await use_all_memory(store)
         assert_same(seen.tree, state(2))
         await seen.verified()
         del seen
@@ -497,9 +501,7 @@ async def test_the_only_copy_of_a_step_stays_in_ram_though_its_commit_is_damaged
         assert told(await store.scrub()) == []
         await store.save(3, state(3))
         await store.evict(2, "ram")
-        slab = slab_of(store)
-        for step in range(10, 16):
-            await store.save(step, {"x": np.full(slab.capacity // 4, step, np.uint8)})
+        await use_all_memory(store)
         assert_same(seen.tree, state(2))
         await seen.verified()
 
@@ -522,9 +524,7 @@ async def test_memory_that_is_being_viewed_outlives_a_repair_and_the_process(
     async with opened(place, "ram") as store:
         if evicted == "after":
             await store.evict(2, "ram")
-        slab = slab_of(store)
-        for step in range(10, 16):
-            await store.save(step, {"x": np.full(slab.capacity // 4, step, np.uint8)})
+        await use_all_memory(store)
         assert_same(seen.tree, state(2))
 
 
@@ -549,7 +549,7 @@ async def test_a_restore_beside_a_repair_keeps_the_copy_in_ram(place: Path) -> N
     async with saved(place, "ram", "disk") as store:
         tier = tier_of(store, "ram")
         await flip_manifest(place, store, "ram")
-        with tier.steps.rereading(max(tier.steps.held)):
+        with step_index.rereading(tier, max(tier.steps.held)):
             assert_restored(await store.restore(2, resume=False), state(2))
             await store.flush()
         assert await store.where(2) == ("ram", "disk")

@@ -218,7 +218,7 @@ async def repair_index(
         error: what is wrong with it.
         remembered: its index, as this process wrote or read it before.
     """
-    remembered = remembered or tier.steps.indexes.known(step)
+    remembered = remembered or step_index.known(tier, step)
     if remembered is not None:
         held = tier.steps.own(step)
         async with tier.packs.guard:

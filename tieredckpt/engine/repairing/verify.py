@@ -108,7 +108,7 @@ class Verifier:
         record = self.state.records().get(step)
         nbytes = record.nbytes if record is not None else 0
         held, impaired = tier.steps.own(step), step in tier.steps.impaired
-        with tier.steps.rereading(step) as remembered:
+        with step_index.rereading(tier, step) as remembered:
             try:
                 if step in tier.steps.damaged and not tier.in_memory and tier.blobs is not None:
                     await self.collector.evictor.look_again(step, tier)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import chain
 from operator import attrgetter
 
@@ -37,8 +36,8 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         """The packs of every step that was read or written."""
         self._memory: dict[StepId, int] = {}
         """Bytes that each remembered index takes."""
-        self._set_aside: dict[StepId, tuple[StepIndex, Callable[[], bool]]] = {}
-        """Those that are being read anew."""
+        self.set_aside: dict[StepId, tuple[StepIndex, object]] = {}
+        """Those that are being read anew, each with the `Held` of its step as it was then."""
 
     def forget(self, step: StepId) -> frozenset[str] | None:
         """Forget a step's index; returns its packs where they were known."""
@@ -57,27 +56,6 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
     def _fits(self) -> bool:
         memory = sum(self._memory[each] for each in self)
         return any(len(self) <= count and memory <= nbytes for count, nbytes in _KEPT)
-
-    @contextmanager
-    def rereading(self, step: StepId, is_current: Callable[[], bool]) -> Iterator[StepIndex | None]:
-        """Read the index of a step anew in the block, though it may be cached; yields the cached one.
-
-        The cached index stays if the block remembers no new one, and it ``is_current`` still.
-        """
-        if (cached := self.pop(step, None)) is not None:
-            self._set_aside[step] = cached, is_current
-        remembered = self.known(step)  # perhaps by another such block
-        try:
-            yield remembered
-        finally:
-            self._set_aside.pop(step, None)
-            if remembered is not None and step not in self and is_current():
-                self.remember(step, remembered)
-
-    def known(self, step: StepId) -> StepIndex | None:
-        """The cached index of a step, also while it is read anew."""
-        aside = self._set_aside.get(step)
-        return self.get(step) or (aside[0] if aside is not None and aside[1]() else None)
 
 
 def memory_of(arrays: Mapping[str, ArrayIndex]) -> int:

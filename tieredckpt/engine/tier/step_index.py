@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -13,7 +15,7 @@ from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, decode_step
 
-__all__ = ["check_record", "is_committed", "is_replaced", "load", "packs", "read", "root_key"]
+__all__ = ["check_record", "is_committed", "is_replaced", "known", "load", "packs", "read", "rereading", "root_key"]
 
 _MANIFEST_MAX = 1 << 20
 _BTREE_MAX = 1 << 30
@@ -91,6 +93,30 @@ def is_replaced(tier: Tier, step: StepId, held: Held | None) -> bool:
     """Whether a step was committed anew since it was ``held`` so; an index that was read meanwhile may be the old."""
     now = tier.steps.own(step)
     return now is not None and now is not held
+
+
+@contextmanager
+def rereading(tier: Tier, step: StepId) -> Iterator[StepIndex | None]:
+    """Read the index of a step anew in the block, though it may be cached; yields the cached one.
+
+    The cached index stays if the block remembers no new one, and the step is not committed anew meanwhile.
+    """
+    steps, held = tier.steps, tier.steps.own(step)
+    if (cached := steps.indexes.pop(step, None)) is not None:
+        steps.indexes.set_aside[step] = cached, held
+    remembered = known(tier, step)  # perhaps set aside by another such block
+    try:
+        yield remembered
+    finally:
+        steps.indexes.set_aside.pop(step, None)
+        if remembered is not None and step not in steps.indexes and steps.own(step) is held:
+            steps.indexes.remember(step, remembered)
+
+
+def known(tier: Tier, step: StepId) -> StepIndex | None:
+    """The cached index of a step, also while it is read anew."""
+    aside, held = tier.steps.indexes.set_aside.get(step, (None, None))
+    return tier.steps.indexes.get(step) or (aside if tier.steps.own(step) is held else None)
 
 
 async def packs(tier: Tier, step: StepId) -> frozenset[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -368,16 +367,6 @@ class Steps:
             self.damaged.quarantine(step, error, packs if own is None else own, exactly=own is not None)
             self.impaired.discard(step)
             self.catalogued.forget(step)
-
-    @contextmanager
-    def rereading(self, step: StepId) -> Iterator[StepIndex | None]:
-        """Read the index of a step anew in the block, though it may be cached; yields the cached one.
-
-        The cached index stays if the block remembers no new one, and the step is not committed anew meanwhile.
-        """
-        held = self.own(step)
-        with self.indexes.rereading(step, lambda: self.own(step) is held) as remembered:
-            yield remembered
 
     def drop(self, step: StepId) -> str | None:
         """Forget a step whose manifest is gone; returns the key of its index nodes, for the caller to delete."""
