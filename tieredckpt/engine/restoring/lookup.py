@@ -111,7 +111,7 @@ async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] |
 
 def never_read(state: State) -> list[Tier]:
     """The tiers that have not answered since the opening, and may hold steps that nobody knows of."""
-    silent = [tier for tier in state.every_tier if tier.marker is None and tier.health.error is not None]
+    silent = [tier for tier in state.every_tier if tier.never_read]
     return [tier for tier in silent if not (state.read_only and isinstance(tier.health.error, NotFound))]
 
 

@@ -201,10 +201,7 @@ class State:
         wanted += "" if serial is None else f" of serial {serial}"
         held = ", ".join(str(each.step) for each in sorted(whole)) or "none"
         silent = [
-            tier
-            for tier in self.every_tier
-            if not (tier.answers and (tier.marker is not None or tier.health.error is None))
-            and not self.is_unused(tier)
+            tier for tier in self.every_tier if (tier.never_read or not tier.answers) and not self.is_unused(tier)
         ]
         causes = ", ".join(f"{tier.name} ({tier.health.error or 'not opened yet'})" for tier in silent)
         hint = f"; not reachable at present: {causes}" if silent else ""

@@ -205,6 +205,11 @@ class Tier:
         return self.blobs is not None and (error is None or answered or isinstance(error, NoSpace))
 
     @property
+    def never_read(self) -> bool:
+        """Whether it failed before it told what it holds."""
+        return self.marker is None and self.health.error is not None
+
+    @property
     def chunks(self) -> Packs | Ram:
         """The chunk store of the tier: RAM or packs, for questions that both answer."""
         return self.packs if self.ram is None else self.ram
