@@ -251,7 +251,7 @@ def kill(kills: int, seed: int, disk: Path | None, *, by_agent: bool = False) ->
 
 
 def kill_all_ranks(lives: int, seed: int, engine: Literal["none", "torch"]) -> RanksKilled:
-    """Let ranks live and die so many times."""
+    """Start the ranks of a training so many times, and kill them."""
     with memory() as place, tempfile.TemporaryDirectory(prefix="tieredckpt-ranks-") as folder:
         return kill_ranks(lives, place, Path(folder), engine=engine, seed=seed)
 

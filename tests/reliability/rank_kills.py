@@ -113,7 +113,7 @@ class Story:
 def kill_ranks(
     lives: int, memory: Path, folder: Path, *, engine: Literal["none", "torch"] = "none", seed: int = 0
 ) -> RanksKilled:
-    """Let a training of several ranks live and die so many times.
+    """Start the ranks of a training so many times, and kill them.
 
     Args:
         lives: how many.
@@ -155,7 +155,7 @@ def kill_ranks(
 
 
 def _end(job: Job, end: str, ranks: int, chance: random.Random) -> Iterator[str]:
-    """Let the ranks end so; what was wrong. `launch` kills those that are left."""
+    """Kill, stop or wait for ranks as ``end`` says; yields what was wrong. `launch` kills those that are left."""
     if end == "in order":
         if job.wait():
             yield f"ranks that nobody killed failed:\n{job.output[-3000:]}"

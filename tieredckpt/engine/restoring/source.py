@@ -387,7 +387,7 @@ def _level(state: State, error: TieredCkptError) -> int:
 
 
 def ask_again(asked: list[Tier], tier: Tier, error: TieredCkptError) -> None:
-    """Let a tier that did not answer in time be asked again, behind all others, as often as its ``retries`` say."""
+    """Append a tier that missed its deadline to ``asked``: it is asked again last, ``retries`` times at most."""
     if isinstance(error, Overdue) and asked.count(tier) <= tier.config.retries:
         asked.append(tier)
 

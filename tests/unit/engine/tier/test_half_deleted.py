@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,17 @@ from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.events import StepEvicted, TierFailed, TierRecovered
 
 MANIFEST = "steps/*/manifest*"
+
+
+@asynccontextmanager
+async def two_steps(shared_memory: Path, tmp_path: Path) -> AsyncIterator[CheckpointStore]:
+    """A store with steps 1 and 2 in RAM and on a disk that keeps all."""
+    everything = folder(tmp_path / "disk", retain="all")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
+        await store.save(1, tree(1))
+        await store.save(2, tree(2))
+        await store.flush()
+        yield store
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["not done", "done, and the answer is lost"])
@@ -50,11 +63,7 @@ async def test_what_retention_could_not_delete_is_held_or_gone_and_never_damaged
 async def test_what_could_not_be_deleted_by_hand_is_held_as_before(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    everything = folder(tmp_path / "disk", retain="all")
-    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
-        await store.save(1, tree(1))
-        await store.save(2, tree(2))
-        await store.flush()
+    async with two_steps(shared_memory, tmp_path) as store:
         faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST)
         with pytest.raises(TierUnavailable):
             await store.evict(1, "disk")
@@ -89,11 +98,7 @@ async def test_what_was_deleted_by_hand_is_gone_though_the_answer_was_lost(
 async def test_what_is_deleted_by_hand_while_its_first_deletion_is_looked_into_is_gone_and_the_tier_works(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    everything = folder(tmp_path / "disk", retain="all")
-    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
-        await store.save(1, tree(1))
-        await store.save(2, tree(2))
-        await store.flush()
+    async with two_steps(shared_memory, tmp_path) as store:
         faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST)
         looking = faults["disk"].hold("stat", key=MANIFEST, after=True)
         with pytest.raises(TierUnavailable):
@@ -109,11 +114,7 @@ async def test_what_is_deleted_by_hand_while_its_first_deletion_is_looked_into_i
 async def test_what_is_promoted_again_while_the_rest_of_it_is_deleted_is_whole(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
-    everything = folder(tmp_path / "disk", retain="all")
-    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
-        await store.save(1, tree(1))
-        await store.save(2, tree(2))
-        await store.flush()
+    async with two_steps(shared_memory, tmp_path) as store:
         faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST, after=True)
         deleting = faults["disk"].hold("delete", key="steps/*1-*/btree")
         with pytest.raises(TierUnavailable):
