@@ -4,134 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import threading
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 from reliability.tiers import FaultyTiers
-from support.insight import bytes_of_listed_steps, flip, flip_chunk, slab_of, tier_of
-from support.scenes import SOON, Heard, config, folder, polled, ram, taken_over, tree
+from support.commit_scene import MANIFEST, Scene
+from support.insight import bytes_of_listed_steps, slab_of, tier_of
+from support.scenes import SOON, config, folder, polled, ram, taken_over, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.wrap import Overdue
-from tieredckpt.engine.keeping.used_packs import packs_by_step
-from tieredckpt.engine.opening.connect import connect
-from tieredckpt.engine.opening.scan import scan_tier
-from tieredckpt.engine.promoting.copy_step import copy_step
-from tieredckpt.engine.repairing import repair
 from tieredckpt.engine.repairing.repair import repair_index
-from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import located
-from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.engine.tier.steps import Stale
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted, TierRecovered
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import Chunk, StepIndex, decode_step
-from tieredckpt.testing.faulty import Faulty, Hold
-
-MANIFEST = "steps/*1-*/manifest.ocdbt"
-
-
-class Scene:
-    """Steps 1 and 2 in RAM and on a disk, and what is done to step 1 on the disk."""
-
-    def __init__(self, store: CheckpointStore, disk: Path) -> None:
-        self.store, self.heard, self.disk = store, Heard(store), disk
-        self.tier = tier_of(store, "disk")
-        self.step = store._life.engine.state.find(1)
-
-    @property
-    def manifests(self) -> list[Path]:
-        return list(self.disk.glob(MANIFEST))
-
-    async def copied(self, *, again: bool) -> int:
-        """Promote the step: once more with ``again``, else only where it is missing or damaged."""
-        engine = self.store._life.engine
-        copying = copy_step(engine.state, engine.admin._collector, self.step, self.tier, again=again)
-        return await self.store._life.loop.call(copying)
-
-    async def held_up(
-        self, disk: Faulty, *, damaged: bool = False, after: bool = False
-    ) -> tuple[Hold, asyncio.Task[int]]:
-        """The step on its way to being committed anew, held before the put of its manifest or ``after`` it."""
-        held = disk.hold("put", key=MANIFEST, after=after)
-        if damaged:
-            await self.quarantine()
-        anew = asyncio.create_task(self.copied(again=not damaged))
-        await held.reached()
-        return held, anew
-
-    async def evicted_while_repaired(self, disk: Faulty, tier: str | None = None) -> asyncio.Task[list[Verified]]:
-        """A repair of the step, which has left the disk while its bytes were written there."""
-        await flip_chunk(self.store, "disk", 1, "params/w0")
-        written = disk.hold("put", key="packs/*")
-        verifying = asyncio.create_task(self.store.verify(1, tier, repair=True))
-        await written.reached()
-        evicting = asyncio.create_task(self.store.evict(1, "disk"))  # ends when the packs may be collected
-        await self.heard.first(StepEvicted)
-        written.release()
-        await evicting
-        return verifying
-
-    async def quarantine(self) -> None:
-        """As if the commit had been misread just now."""
-
-        async def misread() -> None:
-            self.tier.quarantine(self.step, Corrupt("misread"))
-
-        await self.store._life.loop.call(misread())
-
-    async def evicting(self) -> asyncio.Task[None]:
-        """The eviction of the step by hand, which has begun."""
-        task = asyncio.create_task(self.store.evict(1, "disk"))
-        async with asyncio.timeout(SOON):
-            while self.step not in self.tier.steps.leaving:
-                await asyncio.sleep(0.001)
-        return task
-
-    def told(self) -> list[type]:
-        """What was told of the step on the disk, since it came there."""
-        events = [event for event in self.heard.events if isinstance(event, StepPromoted | StepEvicted)]
-        return [type(event) for event in events if (event.step, event.tier) == (1, "disk")]
-
-    async def is_gone(self) -> bool:
-        return await self.store.where(1) == ("ram",) and not self.manifests
-
-    async def is_held(self) -> bool:
-        verified = await self.store.verify(1)
-        return await self.store.where(1) == ("ram", "disk") and all(found.intact for found in verified)
-
-
-@asynccontextmanager
-async def opened_scene(shared_memory: Path, tmp_path: Path, **settings: Any) -> AsyncIterator[Scene]:
-    disk = folder(tmp_path / "disk", retain="all", promote="never", deadline=SOON)
-    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk}, **settings)) as store:
-        for step in (1, 2):
-            await store.save(step, tree(step))
-            await store.promote(step, "disk")
-        yield Scene(store, tmp_path / "disk")
-
-
-@pytest.fixture
-async def scene(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> AsyncIterator[Scene]:
-    async with opened_scene(shared_memory, tmp_path, grace=0.2, lease_ttl=0.1) as scene:
-        yield scene
-
-
-@pytest.fixture
-async def quiet(shared_memory: Path, tmp_path: Path, faults: FaultyTiers) -> AsyncIterator[Scene]:
-    """A scene without collections and renewals in the background."""
-    async with opened_scene(shared_memory, tmp_path) as scene:
-        yield scene
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the put", "after it"])
@@ -387,22 +280,6 @@ async def test_what_is_verified_on_other_tiers_is_told_though_the_step_leaves_on
     assert [(found.tier, found.intact) for found in await verifying] == [("ram", True)]
 
 
-@pytest.mark.parametrize("read", ["manifest.ocdbt", "btree*"])
-async def test_a_collection_that_reads_a_step_while_it_is_committed_anew_keeps_its_new_packs(
-    scene: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture, read: str
-) -> None:
-    await flip_chunk(scene.store, "disk", 1, "params/w0")
-    scene.tier.steps.indexes.forget(scene.step)  # as after an opening that believed a catalog
-    reading = faults["disk"].hold("get", key=f"steps/*1-*/{read}", after=True)
-    collecting = asyncio.create_task(scene.store.collect())
-    await reading.reached()
-    assert all(found.intact or found.repaired for found in await scene.store.verify(1, "disk", repair=True))
-    reading.release()
-    await collecting
-    assert "cannot be read" not in caplog.text
-    assert await scene.is_held()
-
-
 async def test_a_commit_is_encoded_while_its_packs_are_written(
     scene: Scene, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -581,144 +458,6 @@ async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_repai
     assert scene.step not in scene.tier.steps.damaged
 
 
-async def test_an_index_that_a_verification_began_with_is_not_remembered_once_its_step_was_committed_anew(
-    quiet: Scene, faults: FaultyTiers
-) -> None:
-    reading = faults["disk"].hold("*", key="packs/*")
-    verifying = asyncio.create_task(quiet.store.verify(1, "disk"))
-    await reading.reached()
-    quiet.tier.packs.index.clear()  # so that its chunks are written to a new pack
-    await quiet.copied(again=True)
-    quiet.tier.steps.indexes.pop(quiet.step)  # as if those of many other steps were read since
-    reading.release()
-    await verifying
-    await quiet.store.collect()
-    assert await quiet.is_held()
-
-
-class Rescan:
-    """A new scan of the disk, as after a failure, that waits for its listing."""
-
-    def __init__(self, scene: Scene, disk: Faulty) -> None:
-        self._listing = disk.hold("list", key="steps/*")
-        self._scanning = asyncio.create_task(scene.store._life.loop.call(scan_tier(scene.tier)))
-
-    async def begun(self) -> None:
-        await self._listing.reached()
-
-    async def ended(self) -> None:
-        self._listing.release()
-        await self._scanning
-
-
-async def test_what_is_read_of_a_step_while_its_tier_is_scanned_again_is_not_remembered(
-    quiet: Scene, faults: FaultyTiers
-) -> None:
-    call = quiet.store._life.loop.call
-    (place,) = quiet.disk.glob("steps/*1-*")
-    shutil.copytree(place, quiet.disk.parent / "before")
-    quiet.tier.packs.index.clear()  # so that its chunks are written to a new pack
-    await quiet.copied(again=True)
-    place.rename(quiet.disk.parent / "after")
-    shutil.copytree(quiet.disk.parent / "before", place)
-    await call(scan_tier(quiet.tier))
-    reading = faults["disk"].hold("get", key="steps/*1-*/btree*", after=True)
-    asking = asyncio.create_task(call(packs_by_step(quiet.tier)))
-    await reading.reached()
-    scan = Rescan(quiet, faults["disk"])
-    await scan.begun()
-    shutil.rmtree(place)  # for another writer has committed it anew
-    (quiet.disk.parent / "after").rename(place)
-    reading.release()
-    await asyncio.wait([asking], timeout=0.5)
-    await scan.ended()
-    await asking
-    for pack in quiet.disk.glob("packs/*/*"):
-        os.utime(pack, (1e9, 1e9))  # long ago, so that no grace keeps it
-    await quiet.store.collect()
-    assert await quiet.is_held()
-
-
-async def test_a_step_that_is_asked_for_while_its_tier_is_scanned_again_is_held(
-    quiet: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
-) -> None:
-    call, disk = quiet.store._life.loop.call, faults["disk"]
-    quiet.tier.steps.indexes.clear()
-    quiet.tier.steps.indexes.packs.clear()
-    reading = disk.hold("get", key="steps/*/manifest*", after=True)
-    asking = asyncio.create_task(call(packs_by_step(quiet.tier)))
-    await reading.reached()
-    scan = Rescan(quiet, disk)
-    await scan.begun()
-    looking = disk.hold("get", key="tieredckpt.json")
-    reading.release()
-    await looking.reached()
-    await scan.ended()
-    looking.release()
-    await asking
-    assert "cannot be read" not in caplog.text
-    assert await quiet.is_held()
-
-
-async def test_a_small_array_that_is_repaired_while_its_step_is_repacked_takes_no_chunk_from_it(
-    quiet: Scene, faults: FaultyTiers
-) -> None:
-    call, tier = quiet.store._life.loop.call, quiet.tier
-
-    async def commit_wrong_bytes() -> None:
-        index = await step_index.load(tier, quiet.step)
-        half = index.arrays["half"]
-        (chunk,) = half.chunks
-        assert isinstance(chunk.where, bytes)
-        wrong = replace(half, chunks=[Chunk(chunk.digest, bytes(len(chunk.where)))])
-        await commit_file.commit(tier, index.record, {**index.arrays, "half": wrong})
-
-    await call(commit_wrong_bytes())
-    reading, may_read = asyncio.Event(), asyncio.Event()
-    read_good = repair._read_good
-
-    async def slow(*arguments: Any) -> Any:
-        reading.set()
-        await may_read.wait()
-        return await read_good(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repair, "_read_good", slow)
-        verifying = asyncio.create_task(quiet.store.verify(1, "disk", repair=True))
-        await call(reading.wait())
-        tier.packs.index.clear()  # so that its chunks are written to a new pack
-        await quiet.copied(again=True)
-        await quiet.store.collect()
-        await call(_set(may_read))
-        (found,) = await verifying
-    assert found.repaired
-    await quiet.store.collect()
-    assert await quiet.is_held()
-
-
-async def _set(event: asyncio.Event) -> None:
-    event.set()
-
-
-async def test_an_index_that_waits_for_its_repair_is_not_committed_once_its_step_was_committed_anew(
-    quiet: Scene, faults: FaultyTiers
-) -> None:
-    quiet.tier.packs.index.clear()  # so that its chunks are written to a new pack
-    writing = faults["disk"].hold("put", key="packs/*")
-    anew = asyncio.create_task(quiet.copied(again=True))
-    await writing.reached()
-    (manifest,) = quiet.manifests
-    flip(manifest, 20)
-    works: list[asyncio.Task[Any]] = []
-    for work in (quiet.store.collect(), quiet.store.verify(1, "disk", repair=True)):
-        works.append(asyncio.create_task(work))
-        await asyncio.wait(works, timeout=0.5)  # in this order behind the copy
-    writing.release()
-    await anew
-    await asyncio.gather(*works)
-    assert await quiet.is_held()
-
-
 async def test_a_step_that_becomes_the_last_good_copy_while_its_eviction_waits_stays(
     quiet: Scene, faults: FaultyTiers
 ) -> None:
@@ -822,31 +561,3 @@ async def test_a_promotion_under_way_is_not_committed_once_another_writer_was_th
     await quiet.heard.first(TierRecovered)
     await quiet.store.promote(3, "disk")
     assert all(found.intact for found in await quiet.store.verify(3))
-
-
-async def test_a_lease_that_another_writer_took_while_a_reconnection_waited_is_not_taken_for_ones_own(
-    quiet: Scene,
-) -> None:
-    """That is known once, and was forgotten: two writers committed beside each other."""
-    leases, now = quiet.disk / "leases", time.time()
-    other = Holder(host="other", machine="other/1", process=7, process_started="1", taken_at=now, renewed_at=now)
-
-    async def reconnect() -> None:
-        tier, state = quiet.tier, quiet.store._life.engine.state
-        assert tier.lease is not None
-        async with tier.packs.guard:  # as a long promotion has it
-            again = asyncio.create_task(connect(state, tier))
-            async with asyncio.timeout(SOON):
-                while not tier.packs.guard._waiters:  # it has renewed, and waits
-                    await asyncio.sleep(0.01)
-            for mine in leases.iterdir():
-                mine.unlink()
-            (leases / "0123456789abcdef").write_bytes(msgspec.json.encode(other))
-            with pytest.raises(Conflict):
-                await tier.lease.renew()
-        with pytest.raises(Conflict):
-            await again
-        assert tier.lease.taken_over
-
-    await quiet.store._life.loop.call(reconnect())
-    (leases / "0123456789abcdef").unlink()

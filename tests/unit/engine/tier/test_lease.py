@@ -13,19 +13,21 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from reliability.tiers import FaultyTiers
+from support.commit_scene import Scene
 from support.insight import tier_of
-from support.scenes import Heard, assert_restored, config, folder, leases, ram, taken_over, tree
+from support.scenes import SOON, Heard, assert_restored, config, folder, leases, ram, taken_over, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobInfo, Unanswered
 from tieredckpt.blobs.kvstore.store import KvStoreBlobs
 from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine.opening.connect import connect_late
+from tieredckpt.engine.opening.connect import connect, connect_late
 from tieredckpt.engine.tier import lease as lease_module
-from tieredckpt.engine.tier.lease import Lease
+from tieredckpt.engine.tier.lease import Holder, Lease
 from tieredckpt.errors import Conflict, Invalid, NoSpace, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
 from tieredckpt.testing.faulty import Faulty
@@ -557,3 +559,31 @@ async def test_a_store_that_was_closed_while_its_tier_was_silent_blocks_no_other
     async with CheckpointStore.open(settings) as store:
         await (await store.save(2, tree(2))).reached("disk")
         assert len(leases(disk)) == 1
+
+
+async def test_a_lease_that_another_writer_took_while_a_reconnection_waited_is_not_taken_for_ones_own(
+    quiet: Scene,
+) -> None:
+    """That is known once, and was forgotten: two writers committed beside each other."""
+    place, now = quiet.disk / "leases", time.time()
+    other = Holder(host="other", machine="other/1", process=7, process_started="1", taken_at=now, renewed_at=now)
+
+    async def reconnect() -> None:
+        tier, state = quiet.tier, quiet.store._life.engine.state
+        assert tier.lease is not None
+        async with tier.packs.guard:  # as a long promotion has it
+            again = asyncio.create_task(connect(state, tier))
+            async with asyncio.timeout(SOON):
+                while not tier.packs.guard._waiters:  # it has renewed, and waits
+                    await asyncio.sleep(0.01)
+            for mine in place.iterdir():
+                mine.unlink()
+            (place / "0123456789abcdef").write_bytes(msgspec.json.encode(other))
+            with pytest.raises(Conflict):
+                await tier.lease.renew()
+        with pytest.raises(Conflict):
+            await again
+        assert tier.lease.taken_over
+
+    await quiet.store._life.loop.call(reconnect())
+    (place / "0123456789abcdef").unlink()
