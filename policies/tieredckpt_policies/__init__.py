@@ -10,31 +10,10 @@ from tieredckpt_policies import eviction, promotion, retention, schedule
 
 __all__ = ["POLICIES", "eviction", "promotion", "retention", "schedule"]
 
-POLICIES: tuple[type[Policy], ...] = (
-    promotion.Always,
-    promotion.Never,
-    promotion.EveryNSteps,
-    promotion.Every,
-    promotion.Best,
-    promotion.OnSignal,
-    promotion.WhenIdle,
-    promotion.FirstAndLast,
-    promotion.AnyOf,
-    promotion.AllOf,
-    retention.All,
-    retention.LastN,
-    retention.EveryK,
-    retention.Best,
-    retention.WithinAge,
-    retention.DenseThenSparse,
-    retention.Union,
-    eviction.Oldest,
-    eviction.Largest,
-    eviction.CheapestToGetBack,
-    schedule.Always,
-    schedule.EveryNSteps,
-    schedule.Every,
-    schedule.YoungDaly,
-    schedule.BoundedOverhead,
+POLICIES: tuple[type[Policy], ...] = tuple(
+    found
+    for module in (promotion, retention, eviction, schedule)
+    for found in vars(module).values()
+    if isinstance(found, type) and issubclass(found, Policy) and found.__module__ == module.__name__
 )
 """Each has the entry point ``<question>.<kind>`` in the group ``tieredckpt.policies``."""
