@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from tieredckpt.engine.keeping.policies import (
     is_due,
     is_wanted,
-    leaving,
-    leaving_for,
-    leaving_when_full,
+    to_evict_for,
+    to_evict_when_full,
+    unretained,
     waits_for_promotion,
 )
 from tieredckpt.engine.keeping.safety import why_not
@@ -175,11 +175,11 @@ class World(State):
         """Evict until the tier has room for one more step (``step``, or a new one); False if no more steps may go."""
         if self._fits(tier):
             return True
-        for old in leaving_when_full(self, tier):
+        for old in to_evict_when_full(self, tier):
             if not waits_for_promotion(self, old, tier) and self._try_evict(old, tier) and self._fits(tier):
                 return True
         if not tier.rung.ram:
-            for older in leaving_for(self, tier, step):
+            for older in to_evict_for(self, tier, step):
                 if waits_for_promotion(self, older, tier, only_healthy=True):
                     continue
                 if self._try_evict(older, tier) and self._fits(tier):
@@ -200,7 +200,7 @@ class World(State):
     def apply_retention(self, tier: WorldTier) -> None:
         """Evict steps that are not retained, on a tier without a capacity; other tiers wait until they need room."""
         if tier.capacity is None and tier.answers:
-            for step in leaving(self, tier):
+            for step in unretained(self, tier):
                 self._try_evict(step, tier)
 
     def _fits(self, tier: WorldTier) -> bool:

@@ -24,7 +24,7 @@ from tieredckpt.format.structure import DictNode
 from tieredckpt.policy.base import StoreView, TierView, decided, keeps_all
 from tieredckpt.policy.steps import Listing
 
-__all__ = ["Exported", "leaving", "next_due", "tier_name"]
+__all__ = ["Exported", "next_due", "not_kept", "tier_name"]
 
 
 def tier_name(export: ExportConfig) -> str:
@@ -175,7 +175,7 @@ def _staying(export: ExportConfig, tier: TierView, view: StoreView) -> frozenset
     return frozenset()
 
 
-def leaving(state: State, export: ExportConfig, there: Exported) -> list[Record]:
+def not_kept(state: State, export: ExportConfig, there: Exported) -> list[Record]:
     """The exports that ``keep`` lets go; none if it raises."""
     if keeps_all(export.keep):
         return []

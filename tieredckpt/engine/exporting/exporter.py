@@ -173,10 +173,10 @@ class Exporter:
             found, there = await export.place.exported(), export.exported
             there.clear()
             there.update({step: each for step, each in found.items() if each.store == mine})
-            leaving, steps = due.leaving(self._state, export.config, there), self._state.records()
+            not_kept, steps = due.not_kept(self._state, export.config, there), self._state.records()
             for record in tuple(there.values()):
                 # Readers may find one that lacks its record alone: it stays if it can neither be made again nor go.
-                if not record.complete and (record in leaving or StepId(record.serial, record.step) in steps):
+                if not record.complete and (record in not_kept or StepId(record.serial, record.step) in steps):
                     await export.place.delete(record)
                 if not record.complete:
                     del there[record.step]
@@ -329,7 +329,7 @@ class Exporter:
     async def _delete_unkept(self, export: _Export) -> None:
         """Delete the exports that are not kept."""
         failure: Exception | None = None
-        for record in due.leaving(self._state, export.config, export.exported):
+        for record in due.not_kept(self._state, export.config, export.exported):
             begin = time.monotonic()
             try:
                 await export.place.delete(record)

@@ -13,7 +13,7 @@ from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.listed_packs import compare_packs, note_impaired
-from tieredckpt.engine.keeping.policies import leaving, leaving_when_full, waits_for_promotion
+from tieredckpt.engine.keeping.policies import to_evict_when_full, unretained, waits_for_promotion
 from tieredckpt.engine.keeping.used_packs import packs_by_step, read_indexes
 from tieredckpt.engine.opening.scan import step_folders
 from tieredckpt.engine.state.state import State
@@ -75,14 +75,14 @@ class Collector:
         """
         if tier.capacity is not None or not self._state.collects(tier):
             return
-        evicted = [step for step in leaving(self._state, tier) if await self.evictor.try_evict(step, tier)]
+        evicted = [step for step in unretained(self._state, tier) if await self.evictor.try_evict(step, tier)]
         if evicted:
             await self.collect(tier, orphans=False)
 
     async def evict_unretained(self, tier: Tier) -> None:
         """Evict all steps from RAM that its policy does not retain and that wait for no promotion."""
         await self.evictor.reclaim_unread(tier)
-        for step in filter(tier.steps.has_own, leaving(self._state, tier)):
+        for step in filter(tier.steps.has_own, unretained(self._state, tier)):
             if not waits_for_promotion(self._state, step, tier):
                 await self.evictor.try_evict(step, tier)
 
@@ -102,7 +102,7 @@ class Collector:
             if step in tier.steps.parts and step not in self._state.membership.undecided:
                 self._state.membership.dropping_part(step)  # first, so that rank 0 does not count on it
                 await self.evictor.drop_part(step, tier)
-        going = leaving_when_full(self._state, tier)
+        going = to_evict_when_full(self._state, tier)
         if not tier.in_memory:
             await self.collect(tier, orphans=False)
             if enough():

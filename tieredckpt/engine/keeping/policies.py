@@ -30,11 +30,11 @@ __all__ = [
     "holds_for_good",
     "is_due",
     "is_wanted",
-    "leaving",
-    "leaving_for",
-    "leaving_when_full",
     "retained",
     "save_is_due",
+    "to_evict_for",
+    "to_evict_when_full",
+    "unretained",
     "waits_for_promotion",
     "why_not_due",
 ]
@@ -133,7 +133,7 @@ def _waits_for_derivation(derivation: State, step: StepId, tier: Tier, *, only_h
     return ((other.healthy and other.responsive) or not only_healthy) and is_due(derivation, step, other)
 
 
-def leaving(state: State, tier: Tier) -> list[StepId]:
+def unretained(state: State, tier: Tier) -> list[StepId]:
     """The steps that retention lets go: stale ones, off-branch ones, then as the eviction policy orders them."""
     if keeps_all(tier.config.retain):
         return []
@@ -155,25 +155,25 @@ def leaving(state: State, tier: Tier) -> list[StepId]:
     return []
 
 
-def _leaving_first(state: State, tier: Tier) -> list[StepId]:
-    """As `leaving`; from a full tier stale steps leave also where all are retained."""
-    return leaving(state, tier) or sorted(tier.steps.damaged.stale())
+def _first_to_evict(state: State, tier: Tier) -> list[StepId]:
+    """As `unretained`; from a full tier stale steps leave also where all are retained."""
+    return unretained(state, tier) or sorted(tier.steps.damaged.stale())
 
 
-def leaving_when_full(state: State, tier: Tier) -> list[StepId]:
-    """As `leaving`; from RAM, which is a cache, then also retained steps that another tier holds, oldest first."""
-    going = _leaving_first(state, tier)
+def to_evict_when_full(state: State, tier: Tier) -> list[StepId]:
+    """As `unretained`; from RAM, which is a cache, then also retained steps that another tier holds, oldest first."""
+    going = _first_to_evict(state, tier)
     others = [other.steps.held for other in state.tiers if tier.in_memory and other is not tier and other.answers]
     elsewhere = (step for step in sorted(tier.steps.held) if any(step in held for held in others))
     return going + [step for step in elsewhere if step not in going]
 
 
-def leaving_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
+def to_evict_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
     """Steps that may leave a full tier for a newer one: unretained ones first, then retained ones, oldest first.
 
     ``step`` is None for one that is newer than all there is. An off-branch step drives out none that is retained.
     """
-    going = _leaving_first(state, tier)
+    going = _first_to_evict(state, tier)
     if step is not None and not state.on_line(step.serial):
         return going
     older = [held for held in sorted(tier.steps.held) if (step is None or held < step) and held not in going]

@@ -58,7 +58,7 @@ async def copy_step(
     tier: Tier,
     *,
     again: bool = False,
-    leaving: AbstractSet[str] = frozenset(),
+    without: AbstractSet[str] = frozenset(),
     lost: dict[bytes, Extent] | None = None,
     origin: State | None = None,
 ) -> int:
@@ -71,7 +71,7 @@ async def copy_step(
         tier: the target.
         again: commit anew although the tier holds the step; write the chunks anew that its index forgot. So it is with
             a step that lacks chunks there.
-        leaving: packs of the tier that the step, committed anew, must no longer refer to.
+        without: packs of the tier that the step, committed anew, must no longer refer to.
         lost: chunks that are intact nowhere, with the extents that the step, committed anew, keeps for them.
         origin: state of the store that the step is copied from, on the same loop; nothing is evicted for such a copy.
             None for this store.
@@ -87,7 +87,7 @@ async def copy_step(
         return 0
     commit_file.check_no_deletion(tier, step)
     copy = partial(
-        _copy, state, collector, step, tier, again=again, leaving=leaving, lost=lost or {}, origin=origin or state
+        _copy, state, collector, step, tier, again=again, without=without, lost=lost or {}, origin=origin or state
     )
     with promoting(state, tier):
         return await (copy() if again or origin is not None else evicting_older(state, collector, step, tier, copy))
@@ -100,7 +100,7 @@ async def _copy(
     tier: Tier,
     *,
     again: bool,
-    leaving: AbstractSet[str],
+    without: AbstractSet[str],
     lost: dict[bytes, Extent],
     origin: State,
 ) -> int:
@@ -119,7 +119,7 @@ async def _copy(
             if step in tier.steps.held and not again:
                 return 0
             if again:
-                await _keep_own_extents(step, tier, leaving)
+                await _keep_own_extents(step, tier, without)
             await refer_to_intact(state, tier, step, _sizes(source), encoding)
             needs = _missing(source, tier, lost, encoding)
             record, written, encoded = source.index.record, WrittenPacks(), None
@@ -162,14 +162,14 @@ def check_wanted(step: StepId, tier: Tier) -> None:
         raise NotFound(f"{step} was deleted while it was on its way to tier {tier.name!r}")
 
 
-async def _keep_own_extents(step: StepId, tier: Tier, leaving: AbstractSet[str]) -> None:
+async def _keep_own_extents(step: StepId, tier: Tier, without: AbstractSet[str]) -> None:
     """Keep the step's references to the bytes that it has now, except those that were forgotten.
 
     Another pack may have a copy of a chunk that was found damaged and repaired once; its footer lists that still.
     """
     with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
         for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():
-            if digest in tier.packs.index and extent.path in tier.packs.sizes and extent.path not in leaving:
+            if digest in tier.packs.index and extent.path in tier.packs.sizes and extent.path not in without:
                 if (known := tier.packs.index[digest]) != extent:
                     tier.packs.duplicates.setdefault(digest, []).append(known)
                 tier.packs.index[digest] = extent

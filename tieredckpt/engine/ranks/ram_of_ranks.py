@@ -166,8 +166,8 @@ class RamOfRanks:
     async def give_back(self) -> None:
         """Give memory back when nothing needs it any more, until cancelled."""
         while not self._state.read_only and not being_cancelled():
-            await self._state.changed.until(lambda: bool(self._leaving() or self._unused()))
-            for step in self._leaving():
+            await self._state.changed.until(lambda: bool(self._to_evict() or self._unused()))
+            for step in self._to_evict():
                 try:
                     await self._evictor.evict(step, self._state.tiers[0])
                 except TieredCkptError as error:
@@ -176,7 +176,7 @@ class RamOfRanks:
             for folder in self._unused():
                 await self._free(folder)
 
-    def _leaving(self) -> list[StepId]:
+    def _to_evict(self) -> list[StepId]:
         """The steps that may leave RAM. Till this process has saved a newer one, a restore takes them from there."""
         state, first = self._state, self._state.tiers[0]
         return [

@@ -53,7 +53,7 @@ async def rewrite(state: State, collector: Collector, tier: Tier, packs: set[str
     for step in users:
         try:
             if step in tier.steps.held:
-                written += await copy_step(state, collector, step, tier, again=True, leaving=packs)
+                written += await copy_step(state, collector, step, tier, again=True, without=packs)
         except NotFound:
             if step in tier.steps.held and step not in tier.steps.leaving:  # and was not evicted meanwhile
                 raise

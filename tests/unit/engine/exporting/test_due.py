@@ -93,7 +93,7 @@ def order(state: Any, export: ExportConfig, there: dict[int, Record] | None = No
         found[step.step] = record(step.step, step.serial)
         made.append(step.step)
         assert len(made) < 100
-        for left in due.leaving(state, export, found):
+        for left in due.not_kept(state, export, found):
             del found[left.step]
     return made
 

@@ -138,7 +138,7 @@ class LooksMachine(RuleBasedStateMachine):
         there.update(self.exported)
         found = due.next_due(self.state, self.export, self.exported, self.stuck, busy=False)
         assert found == due.next_due(first, self.export, there, self.stuck, busy=False)
-        assert due.leaving(self.state, self.export, self.exported) == due.leaving(first, self.export, there)
+        assert due.not_kept(self.state, self.export, self.exported) == due.not_kept(first, self.export, there)
 
 
 TestLooks = LooksMachine.TestCase
@@ -245,6 +245,6 @@ def test_what_looks_for_exports_remember_does_not_grow_with_saves(when: str, kee
         found = due.next_due(state, export, exported, (), busy=False)
         if found is not None:
             exported[found.step] = Record(step=found.step, serial=found.serial, nbytes=1, metrics={}, **about)
-        due.leaving(state, export, exported)
+        due.not_kept(state, export, exported)
     assert len(exported) == (when != "never")
     assert sum(map(len, tier.steps.held._changed.values())) < 10
