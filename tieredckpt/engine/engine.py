@@ -27,7 +27,7 @@ from tieredckpt.engine.admin import DerivedAdmin
 from tieredckpt.engine.exporting.exporter import Exporter, ExportInfo
 from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.keeping.safety import why_kept
 from tieredckpt.engine.mode.alone import Alone, Reader
 from tieredckpt.engine.mode.among_ranks import AmongRanks
 from tieredckpt.engine.mode.beside_agent import BesideAgent
@@ -329,7 +329,7 @@ class Engine:
         """Whether all that a tier holds may go."""
         state = self.state
         own = [step for step in tier.steps.held if not (tier.in_memory and step in state.ram_of_ranks)]
-        return not state.membership.undecided and not any(why_not(state, step, tier) for step in own)
+        return not state.membership.undecided and not any(why_kept(state, step, tier) for step in own)
 
     # -- saving -------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from tieredckpt.engine.keeping.policies import (
     unretained,
     waits_for_promotion,
 )
-from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.keeping.safety import why_kept
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Branch
 from tieredckpt.engine.state.observation import Observation, blend
@@ -210,7 +210,7 @@ class World(State):
         )
 
     def _try_evict(self, step: StepId, tier: WorldTier) -> bool:
-        if step not in tier.steps.held or why_not(self, step, tier):
+        if step not in tier.steps.held or why_kept(self, step, tier):
             return False
         del tier.steps.held[step]
         self.touched()

@@ -16,7 +16,7 @@ from support.scenes import Heard, assert_same, config, crash, files_below, files
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.keeping.safety import why_kept
 from tieredckpt.engine.restoring.source import pinned
 from tieredckpt.engine.saving.copy_to_slab import _waiting_helps
 from tieredckpt.engine.state.promotions import promoting
@@ -61,7 +61,7 @@ async def test_promise_12_a_lossy_copy_is_no_copy_of_the_step(tmp_path: Path, sh
         engine = store._life.open_engine
         step = engine.state.find(1)
         # It keeps nothing from being the last good copy.
-        assert "last good copy" in why_not(engine.state, step, engine.state.tier("disk"))
+        assert "last good copy" in why_kept(engine.state, step, engine.state.tier("disk"))
         with pytest.raises(Conflict, match="last good copy"):
             await store.evict(1, "disk")
         # It repairs nothing: an exact chunk that is damaged everywhere stays lost, though its lossy copy is intact.

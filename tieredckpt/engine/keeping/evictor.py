@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from tieredckpt.concurrency import whole
-from tieredckpt.engine.keeping.safety import check_unread, why_not
+from tieredckpt.engine.keeping.safety import check_unread, why_kept
 from tieredckpt.engine.opening.scan import is_unchanged, look_again
 from tieredckpt.engine.state.state import RamOfRanksStep, State
 from tieredckpt.engine.tier import commit_file, step_index
@@ -48,7 +48,7 @@ class Evictor:
         def check() -> None:
             if deleted:
                 check_unread((step,), tier)
-            elif step in tier.steps.held and (reason := why_not(self._state, step, tier)):
+            elif step in tier.steps.held and (reason := why_kept(self._state, step, tier)):
                 raise Conflict(f"cannot evict: {reason}")
 
         check()
@@ -94,12 +94,12 @@ class Evictor:
         there = step in tier.steps.held or isinstance(tier.steps.damaged.get(step), Stale)
         if not there or step in tier.steps.leaving or not self._state.manages(tier):
             return False
-        if why_not(self._state, step, tier):
+        if why_kept(self._state, step, tier):
             return False
         try:
             await self.evict(step, tier)
         except Conflict:
-            if why_not(self._state, step, tier):  # it has become the last good copy meanwhile
+            if why_kept(self._state, step, tier):  # it has become the last good copy meanwhile
                 return False
             raise
         return True
@@ -162,7 +162,7 @@ class Evictor:
         """
         async with tier.steps.turn(step):
             await tier.confirm_lease(deleting=True)
-            if tier.steps.damaged.get(step) is not error or why_not(self._state, step, tier):
+            if tier.steps.damaged.get(step) is not error or why_kept(self._state, step, tier):
                 return False
             await commit_file.delete_manifest(tier, step)
             return True

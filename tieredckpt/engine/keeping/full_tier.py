@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from tieredckpt.blobs.base import Free
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import to_evict_for, unretained, waits_for_promotion
-from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.keeping.safety import why_kept
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.steps import Unreadable
 from tieredckpt.engine.tier.tier import Tier
@@ -121,7 +121,7 @@ async def evict_older(state: State, collector: Collector, step: StepId | None, t
     going = [
         older
         for older in to_evict_for(state, tier, step)
-        if not waits_for_promotion(state, older, tier, only_healthy=True) and not why_not(state, older, tier)
+        if not waits_for_promotion(state, older, tier, only_healthy=True) and not why_kept(state, older, tier)
     ]
     lacking = need if fits(tier, need) else tier.used + need - (tier.capacity or 0)
     if not going or await collector.freed_by(going, tier) < lacking:

@@ -29,10 +29,10 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["check_deletable", "check_unread", "why_not"]
+__all__ = ["check_deletable", "check_unread", "why_kept"]
 
 
-def why_not(state: State, step: StepId, tier: Tier) -> str:
+def why_kept(state: State, step: StepId, tier: Tier) -> str:
     """Why the copy of ``step`` on ``tier`` must stay, and what to do; empty when it may go.
 
     A copy may go only if afterwards a tier that answers and survives at least as much still holds this step, or a

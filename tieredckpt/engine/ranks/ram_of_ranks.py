@@ -20,7 +20,7 @@ from tieredckpt.concurrency import being_cancelled, in_thread
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.policies import waits_for_promotion
-from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.keeping.safety import why_kept
 from tieredckpt.engine.opening.ram import is_of_a_copy
 from tieredckpt.engine.opening.stale import stale_steps
 from tieredckpt.engine.ranks.commit.parts import encode_own, whole_steps
@@ -184,7 +184,7 @@ class RamOfRanks:
             for step in state.ram_of_ranks
             if self._may_go(step)
             and first.steps.keeps(step)
-            and not (waits_for_promotion(state, step, first) or why_not(state, step, first))
+            and not (waits_for_promotion(state, step, first) or why_kept(state, step, first))
         ]
 
     def _unused(self) -> list[Path]:
@@ -194,7 +194,7 @@ class RamOfRanks:
             folder
             for folder, found in self._folders.items()
             if self._may_go(folder)
-            and not any(step in state.ram_of_ranks or why_not(state, step, first) for step in found.keys)
+            and not any(step in state.ram_of_ranks or why_kept(state, step, first) for step in found.keys)
         ]
 
     def _may_go(self, what: StepId | Path) -> bool:

@@ -12,7 +12,7 @@ from tieredckpt.blobs.ram.find import FoundRam
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import any_due, waits_for_promotion
-from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.keeping.safety import why_kept
 from tieredckpt.engine.opening.ram import mark_ram
 from tieredckpt.engine.ranks.commit.attempts import Missed
 from tieredckpt.engine.ranks.commit.commit import Commits
@@ -370,7 +370,7 @@ class Ranked:
             if step not in first.steps.held:
                 self.commits.homes.pop(step, None)  # the task of another commit may have been here
                 continue
-            needed = why_not(self._state, step, first) or waits_for_promotion(self._state, step, first)
+            needed = why_kept(self._state, step, first) or waits_for_promotion(self._state, step, first)
             if any(part != home for part, home in homes.items()) and not needed:
                 with suppress(Conflict, NotFound):
                     await self._collector.evictor.evict(step, first)

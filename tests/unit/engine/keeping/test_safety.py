@@ -17,7 +17,7 @@ from support.scenes import Keeper, assert_restored, assert_same, config, crash, 
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives, Traits
-from tieredckpt.engine.keeping.safety import why_not
+from tieredckpt.engine.keeping.safety import why_kept
 from tieredckpt.engine.opening.connect import make_tiers
 from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import State
@@ -301,7 +301,7 @@ def test_nothing_that_may_go_makes_any_failure_cost_more(data: st.DataObject) ->
     before = {survives: _best(state, survives) for survives in Survives}
     holding = [(step, tier) for tier in state.tiers for step in tier.steps.held if tier.answers]
     for step, tier in data.draw(st.permutations(holding)):
-        if not why_not(state, step, tier):
+        if not why_kept(state, step, tier):
             del tier.steps.held[step]
         assert {survives: _best(state, survives) for survives in Survives} == before
 
@@ -320,7 +320,7 @@ def test_a_trainer_and_its_agent_never_rely_on_what_the_other_lets_go(data: st.D
         mine = [tier for tier in state.tiers if state.manages(tier)]
         holding = [(step, tier) for tier in mine for step in tier.steps.held if tier.answers]
         for step, tier in data.draw(st.permutations(holding)):
-            if not why_not(state, step, tier):
+            if not why_kept(state, step, tier):
                 del tier.steps.held[step]
         left |= {tier.name: dict(tier.steps.held) for tier in mine}
         for tier in mine:
