@@ -13,7 +13,7 @@ from tieredckpt.blobs.ram.places import places_of
 from tieredckpt.concurrency import in_thread
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.connect import make_tiers
-from tieredckpt.engine.opening.identity import marker_of
+from tieredckpt.engine.opening.markers import marker_of
 from tieredckpt.engine.opening.ram_choice import notes
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease

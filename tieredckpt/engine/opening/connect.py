@@ -16,7 +16,7 @@ from tieredckpt.blobs.wrap import Below, Deadline, Limited, Metered, Pace, Paced
 from tieredckpt.concurrency import whole
 from tieredckpt.config import StoreConfig, TierConfig
 from tieredckpt.config.kinds import exists, kind_of
-from tieredckpt.engine.opening.identity import SeenMarker, marker_of, store_of_steps
+from tieredckpt.engine.opening.markers import SeenMarker, marker_of, store_of_steps
 from tieredckpt.engine.opening.ram import attach_ram, mark_ram, note_owner, open_ram, refuse_other_file_system
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.opening.stale import compare_with_slower

@@ -16,7 +16,7 @@ from tieredckpt.blobs.wrap import Below
 from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.engine.opening.capacity import refuse_what_cannot_fit
 from tieredckpt.engine.opening.connect import connect, move_to_earlier_place
-from tieredckpt.engine.opening.identity import SeenMarker, consistent_markers, known_elsewhere, marker_of
+from tieredckpt.engine.opening.markers import SeenMarker, consistent_markers, known_elsewhere, marker_of
 from tieredckpt.engine.opening.ram import find, refuse_other_file_system
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name, notes
 from tieredckpt.engine.opening.stale import set_stale_apart

@@ -1,4 +1,4 @@
-"""Finds the store's UUID on a tier; if its marker is damaged, from the steps, which record it under a checksum."""
+"""Finds the marker of a tier, which has the store's UUID; a damaged one is made anew from the steps and other tiers."""
 
 from __future__ import annotations
 
