@@ -40,7 +40,7 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.wrap import Pace
 from tieredckpt.config import to_toml
 from tieredckpt.engine.repairing import background, repair
-from tieredckpt.engine.repairing.check import Scan
+from tieredckpt.engine.repairing.check import Checked
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.tier import Tier
@@ -655,22 +655,22 @@ async def test_what_steps_share_is_read_once(place: Path) -> None:
 
 
 async def test_a_rate_bounds_what_is_read() -> None:
-    """By a clock of the test: time goes on only while the scan sleeps."""
+    """By a clock of the test: time goes on only while the check sleeps."""
     now = [0.0]
 
     async def sleep(seconds: float) -> None:
         now[0] += max(0.0, seconds)
 
-    scan = Scan(Pace(1000.0, clock=lambda: now[0], sleep=sleep))
+    checked = Checked(Pace(1000.0, clock=lambda: now[0], sleep=sleep))
     read = 0
-    for batch in scan.batches(range(50), lambda _: 100):
+    for batch in checked.batches(range(50), lambda _: 100):
         assert sum(100 for _ in batch) <= 250
-        await scan.turn(100 * len(batch))
+        await checked.turn(100 * len(batch))
         read += 100 * len(batch)
         assert read <= 250 + 1000 * now[0]
     assert read == 5000
     assert now[0] >= 4.7
-    assert list(Scan(Pace(1.0)).batches(["large"], lambda _: 1 << 30)) == [["large"]]
+    assert list(Checked(Pace(1.0)).batches(["large"], lambda _: 1 << 30)) == [["large"]]
     for rate in (0.0, -1.0, float("nan")):
         with pytest.raises(Invalid):
             Pace(rate)
@@ -678,14 +678,14 @@ async def test_a_rate_bounds_what_is_read() -> None:
 
 async def test_a_scrub_takes_the_rate_it_is_given(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[int] = []
-    turn = Scan.turn
+    turn = Checked.turn
 
-    async def counted(scan: Scan, nbytes: int) -> None:
+    async def counted(checked: Checked, nbytes: int) -> None:
         turns.append(nbytes)
-        assert scan._pace.rate == 1e9
-        await turn(scan, nbytes)
+        assert checked._pace.rate == 1e9
+        await turn(checked, nbytes)
 
-    monkeypatch.setattr(Scan, "turn", counted)
+    monkeypatch.setattr(Checked, "turn", counted)
     async with saved(place) as store:
         await store.scrub("disk", rate=1e9)
     assert sum(turns) == (2 * len(KEYS) + 2 * (len(KEYS) - 1)) * CHUNK

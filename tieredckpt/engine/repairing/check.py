@@ -1,4 +1,4 @@
-"""Reads and verifies what a tier holds: each extent once, however many steps refer to it, no faster than asked for."""
+"""Finds damage on a tier: reads and verifies each extent once, however many steps refer to it, no faster than asked."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import TypeVar
 
 from tieredckpt._batches import batches
 from tieredckpt.blobs.wrap import Pace
+from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece
 from tieredckpt.engine.restoring.reader import Place, place_of, read_pieces
-from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt
 from tieredckpt.format.digest import digest
+from tieredckpt.format.manifest import StepId
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Scan", "check"]
+__all__ = ["Checked", "find_damage"]
 
 T = TypeVar("T")
 
@@ -25,11 +28,8 @@ _BATCH_SECONDS = 0.25
 """With a bounded rate, how long one batch may take at that rate: others do not wait longer for their turn."""
 
 
-class Scan:
-    """Progress of one verification of many steps on one tier.
-
-    ``pace`` bounds the bytes read a second.
-    """
+class Checked:
+    """What one verification of many steps has read of a tier; ``pace`` bounds the bytes read a second."""
 
     def __init__(self, pace: Pace | None = None) -> None:
         self._pace = pace or Pace(None)
@@ -46,11 +46,26 @@ class Scan:
         await self._pace.take(nbytes)
 
 
-async def check(state: State, source: StepSource, scan: Scan) -> None:
-    """Read and verify all of a step on its tier, keeping nothing; records damage.
+async def find_damage(
+    state: State,
+    step: StepId,
+    tier: Tier,
+    progress: Callable[[int], None] | None = None,
+    checked: Checked | None = None,
+) -> list[Damage]:
+    """Read and verify all of a step on one tier, except what is ``checked``, keeping nothing; returns the damage.
 
-    What ``scan`` has seen already is not read again.
+    Raises what the index raises, and `TierUnavailable` when a chunk could not be read to the end.
     """
+    async with open_source(state, step, tier) as source:
+        source.progress = progress
+        await _check(state, source, checked or Checked())
+        if source.silence is not None:
+            raise source.silence
+        return source.damage
+
+
+async def _check(state: State, source: StepSource, checked: Checked) -> None:
     pieces = [
         Piece(key, ordinal, array.grid.cell_nbytes, chunk, NOTHING)
         for key, array in source.index.arrays.items()
@@ -69,13 +84,13 @@ async def check(state: State, source: StepSource, scan: Scan) -> None:
         source.progress(sum(piece.nbytes for piece in pieces if isinstance(piece.chunk.where, bytes)))
     # The store digests on threads of its own, and the user has said how many may do so; as many wait for the device.
     read = partial(read_pieces, state, source, source.tier, digested_reads=2 * state.config.copy_threads)
-    unread = {place_of(piece): piece for piece in stored if place_of(piece) not in scan.intact}
-    for batch in scan.batches((unread[place] for place in sorted(unread)), lambda piece: piece.nbytes):
-        await scan.turn(sum(piece.nbytes for piece in batch))
+    unread = {place_of(piece): piece for piece in stored if place_of(piece) not in checked.intact}
+    for batch in checked.batches((unread[place] for place in sorted(unread)), lambda piece: piece.nbytes):
+        await checked.turn(sum(piece.nbytes for piece in batch))
         failed = {id(piece) for piece in await read(batch)}
         if source.silence is not None:
             return  # what was not read is not known to be damaged
-        scan.intact.update((place_of(piece), id(piece) not in failed) for piece in batch)
+        checked.intact.update((place_of(piece), id(piece) not in failed) for piece in batch)
     for piece in stored:
-        if not scan.intact[place_of(piece)] and unread.get(place_of(piece)) is not piece:
+        if not checked.intact[place_of(piece)] and unread.get(place_of(piece)) is not piece:
             source.note(source.tier, piece.key, piece.chunk, Corrupt("its bytes are damaged, as a read before showed"))

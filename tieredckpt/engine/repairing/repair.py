@@ -1,9 +1,9 @@
-"""Finds damage, and repairs it with bytes from other tiers."""
+"""Repairs damaged chunks and commits of a step on a tier, with what other tiers or this process have of it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,7 +14,6 @@ from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.promoting.copy_step import copy_step
-from tieredckpt.engine.repairing.check import Scan, check
 from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
@@ -29,7 +28,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["Unrepaired", "inspect", "repair_chunks", "repair_index"]
+__all__ = ["Unrepaired", "repair_chunks", "repair_index"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -40,21 +39,6 @@ class Unrepaired:
 
     digests: tuple[bytes, ...]
     error: TieredCkptError
-
-
-async def inspect(
-    state: State, step: StepId, tier: Tier, progress: Callable[[int], None] | None = None, scan: Scan | None = None
-) -> list[Damage]:
-    """Read everything of a step on one tier, or what ``scan`` has not seen; returns the damage.
-
-    Raises what the index raises, and `TierUnavailable` when a chunk could not be read to the end.
-    """
-    async with open_source(state, step, tier) as source:
-        source.progress = progress
-        await check(state, source, scan or Scan())
-        if source.silence is not None:
-            raise source.silence
-        return source.damage
 
 
 async def repair_chunks(state: State, collector: Collector, step: StepId, damage: Iterable[Damage]) -> list[Unrepaired]:
@@ -183,7 +167,10 @@ def _places(source: StepSource, chunks: Container[bytes]) -> Iterator[tuple[str,
 async def _read_good(
     source: StepSource, found: Damage, key: str, ordinal: int, memory: npt.NDArray[np.uint8], left: list[Unrepaired]
 ) -> Tier | None:
-    """Fill ``memory`` with the intact bytes of a damaged chunk; the tier read, or None with an entry in ``left``."""
+    """Fill ``memory`` with the intact bytes of a damaged chunk; the tier read, or None with an entry in ``left``.
+
+    Other places come in the order of `StepSource.candidates`, and last the damaged one.
+    """
     try:
         return await source.read(key, ordinal, memory, bad=found.tier)
     except (Corrupt, TierUnavailable) as error:

@@ -9,7 +9,7 @@ from tieredckpt.blobs.wrap import Pace
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.used_packs import users_of
 from tieredckpt.engine.opening.scan import pack_table
-from tieredckpt.engine.repairing.check import Scan
+from tieredckpt.engine.repairing.check import Checked
 from tieredckpt.engine.repairing.repack import rewrite
 from tieredckpt.engine.repairing.verify import Verified, Verifier
 from tieredckpt.engine.state.state import State
@@ -36,7 +36,7 @@ async def scrub(verifier: Verifier, tiers: Sequence[Tier], rate: float | None = 
     found: list[Verified] = []
     state, collector = verifier.state, verifier.collector
     for tier in tiers:
-        scan, repairs = Scan(Pace(rate)), verifier.repairs(tier)
+        checked, repairs = Checked(Pace(rate)), verifier.repairs(tier)
         if not tier.answers or tier.marker is None:
             if state.read_only and isinstance(tier.health.error, NotFound):
                 continue  # it was never made, or ended with its process
@@ -47,7 +47,7 @@ async def scrub(verifier: Verifier, tiers: Sequence[Tier], rate: float | None = 
         for step in sorted({*tier.steps.held, *tier.steps.damaged.not_stale()}, reverse=True):
             if tier.steps.has_own(step) or step in tier.steps.damaged:
                 with suppress(NotFound):  # evicted meanwhile
-                    found.append(await verifier.on(step, tier, scan))
+                    found.append(await verifier.on(step, tier, checked))
         if not tier.in_memory and (footers := await _check_footers(state, collector, tier, repair=repairs)) is not None:
             found.append(footers)
     return sorted(found, key=lambda each: (each.id is None, each.id or StepId(0, 0)))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.repairing.check import Scan
-from tieredckpt.engine.repairing.repair import inspect, repair_chunks, repair_index
+from tieredckpt.engine.repairing.check import Checked, find_damage
+from tieredckpt.engine.repairing.repair import repair_chunks, repair_index
 from tieredckpt.engine.restoring.lookup import find_derived
 from tieredckpt.engine.restoring.moved import Moved, has_moved, places
 from tieredckpt.engine.state.state import State
@@ -84,14 +84,14 @@ class Verifier:
         """Whether damage on a tier is repaired."""
         return self.repair and self.state.manages(tier)
 
-    async def on(self, step: StepId, tier: Tier, scan: Scan | None = None) -> Verified:
+    async def on(self, step: StepId, tier: Tier, checked: Checked | None = None) -> Verified:
         """Read all of a step on a tier that holds it, compare every digest, and repair what is damaged if asked.
 
-        Its index is read from the tier as well, though this process may know it. What ``scan`` has seen is not read
-        again. Raises `NotFound` when the step left the tier meanwhile.
+        Its index is read from the tier as well, though this process may know it. What is ``checked`` is not read again.
+        Raises `NotFound` when the step left the tier meanwhile.
         """
         before = places(self.state, step)
-        found = await self._on(step, tier, scan)
+        found = await self._on(step, tier, checked)
         if found.problem and await has_moved(self.state, step, before):
             raise _left(step, tier)
         if found.intact:
@@ -104,7 +104,7 @@ class Verifier:
             tier.steps.stuck.pop(step, None)
         self.state.changed.notify()
 
-    async def _on(self, step: StepId, tier: Tier, scan: Scan | None) -> Verified:
+    async def _on(self, step: StepId, tier: Tier, checked: Checked | None) -> Verified:
         record = self.state.records().get(step)
         nbytes = record.nbytes if record is not None else 0
         held, impaired = tier.steps.own(step), step in tier.steps.impaired
@@ -114,7 +114,7 @@ class Verifier:
                     await self.collector.evictor.look_again(step, tier)
                 if step in tier.steps.damaged:
                     raise tier.steps.damaged[step]
-                damage = await inspect(self.state, step, tier, self.progress, scan)
+                damage = await find_damage(self.state, step, tier, self.progress, checked)
             except TierUnavailable as error:
                 return Verified(step, tier.name, nbytes, (), False, str(error))
             except TieredCkptError as error:

@@ -169,7 +169,7 @@ class StepSource:
         return None if self.tier.ram is None or self.near is not None else self.tier.ram.slab
 
     async def candidates(self, key: str, ordinal: int, digest: bytes) -> AsyncIterator[tuple[Tier, Extent | bytes]]:
-        """Yield every place that should have a chunk: first by the indexes of the step, then any with its digest."""
+        """Yield the places of a chunk: in ``near``, by the index on ``tier``, on each of `State.holders`, any other."""
         tried: set[tuple[str, Extent]] = set()
         if self.near is not None and (here := self.near.get(digest)) is not None:
             yield here
