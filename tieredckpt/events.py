@@ -47,15 +47,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class StepSaved(Event):
-    """A step was committed in the first tier; ``seconds`` is what `save` took from the trainer."""
+    """A step was committed in the first tier that had room for it."""
 
     step: int
     serial: int
     tier: str
     nbytes: int
     new_bytes: int
-    """As in `Saved`."""
+    """Bytes that this tier did not have."""
     seconds: float
+    """From the call of `save` to this commit; the trainer waits for all of it with ``capture="copy"`` alone."""
 
 
 @dataclass(frozen=True, slots=True)

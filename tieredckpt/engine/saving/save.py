@@ -70,6 +70,7 @@ class Saved:
     new_bytes: int
     """Bytes that its tier did not have: of chunks, and of small arrays that were not the same in the save before."""
     seconds: float
+    """From the call of `save` to this commit; the trainer waits for all of it with ``capture="copy"`` alone."""
     skipped: str = ""
     """Why the save was not made, if it was not."""
 
