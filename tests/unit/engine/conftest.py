@@ -1,4 +1,4 @@
-"""The tiers that tests of several rooms use: RAM, and a folder that retains everything."""
+"""The tiers that tests of several folders use: RAM, and a folder that retains everything."""
 
 from __future__ import annotations
 

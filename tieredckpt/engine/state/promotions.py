@@ -1,4 +1,4 @@
-"""Promotions as the rooms share them: which are under way, and the report that one has ended."""
+"""Counts the promotions under way on a tier, and reports each one that has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state that the rooms of the engine share: tiers, step table, branch, observation."""
+"""The state that all of the engine shares: tiers, step table, branch, observation."""
 
 from __future__ import annotations
 
