@@ -1,308 +1,398 @@
-"""A rank's part is copied into another node's RAM whole, with only the chunks that are not there yet, or not at all."""
+"""A step lies in the RAM of several nodes, behind the training, and a lost node comes back from there."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from reliability.ranks import InProcess, World
-from support.records import first_record
-from support.scenes import CHUNK, config, ram
+from reliability.ranks import World
+from support.cohort import DEADLINE, RanksPlace, cohort, part, stores_of
+from support.insight import mapped_below, opened_below
+from support.scenes import SOON, config, crash, folder, ram, ram_in
 
-from tieredckpt.blobs.wrap import Pace
-from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.opening.connect import connect, connect_ram, make_tiers
-from tieredckpt.engine.ranks.replicas import copy_part
-from tieredckpt.engine.ranks.replicas.copy_part import Refused, Transfer, receive_part, send_part
-from tieredckpt.engine.scratch import Scratch
-from tieredckpt.engine.state.state import State
+from tieredckpt import CheckpointStore
+from tieredckpt.blobs.ram.store import RamStore
+from tieredckpt.engine.ranks.replicas import replication
+from tieredckpt.engine.ranks.restore.transfer import PEERS
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NoSpace, NotFound, RanksUnavailable, TierUnavailable
-from tieredckpt.events import Events
-from tieredckpt.format import grid
-from tieredckpt.format.digest import digest, digest_array
-from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId
-from tieredckpt.format.marker import StoreMarker
-from tieredckpt.format.ocdbt import Extent
-from tieredckpt.tree.flatten import flatten
+from tieredckpt.errors import Invalid, TierUnavailable
+from tieredckpt.events import ReplicationFailed, StepEvicted, StepReplicated
+from tieredckpt.format.manifest import StepId
 
-SOON = 20.0
-STORE = "12345678-1234-1234-1234-123456789abc"
+TWO_NODES = "aabb"
+REPLICAS = {"ram_settings": {"replicas": 2}, "disk_settings": {"promote": "never"}}
 
 
-@dataclass
-class Node:
-    """A rank with one RAM tier, and what it needs to send_part and receive_part."""
-
-    communicator: InProcess
-    state: State
-    collector: Collector
-
-    @property
-    def tier(self) -> Tier:
-        return self.state.tiers[0]
-
-    async def save(self, step: int, tree: dict[str, Any]) -> StepId:
-        """Put a part of rank 0 of 2 in RAM, as a save of that rank leaves it."""
-        tier = self.tier
-        assert tier.ram is not None
-        assert tier.ram.index is not None
-        flat = flatten(tree)
-        arrays = {}
-        for key, array in tree.items():
-            cells = grid.plan(array.shape, array.dtype.itemsize, CHUNK)
-            chunks = []
-            for cell in grid.cells(cells):
-                data = array.reshape(-1).view(np.uint8)[cell.start : cell.start + cells.cell_nbytes]
-                if data.size <= 4096:
-                    chunks.append(Chunk(digest(data), data.tobytes()))
-                    continue
-                found = tier.ram.index.allocate(data.size)
-                assert found is not None
-                found[1][:] = data
-                offset = tier.ram.index.add(digest(data), found[0], data.size)
-                chunks.append(Chunk(digest(data), Extent(tier.ram.store.slab_key, offset, data.size)))
-            arrays[key] = ArrayIndex(cells, array.dtype, chunks)
-        record = first_record(
-            flat.structure,
-            store=STORE,
-            step=step,
-            serial=step,
-            line=((1, step),),
-            saved_at=time.time(),
-            nbytes=sum(array.nbytes for array in tree.values()),
-            rank=0,
-            ranks=2,
-        )
-        await commit_file.commit(tier, record, arrays)
-        return record.id
-
-    async def read(self, step: StepId, key: str) -> bytes:
-        """An array of a part in RAM, from the bytes that its index names."""
-        tier = self.tier
-        assert tier.ram is not None
-        tier.steps.indexes.clear()  # so that it is read from the folder
-        index = await step_index.load(tier, step)
-        found = b""
-        for chunk in index.arrays[key].chunks:
-            where = chunk.where
-            if isinstance(where, bytes):
-                found += where
-            else:
-                found += tier.ram.slab.bytes_at(where.offset, where.length).tobytes()
-        return found
-
-    @property
-    def used(self) -> int:
-        assert self.tier.ram is not None
-        return self.tier.ram.slab.used
+@pytest.fixture
+def place(shared_memory: Path, tmp_path: Path) -> RanksPlace:
+    return RanksPlace(shared_memory, tmp_path / "disk", 4, {"nodes": TWO_NODES, "crashing": True} | REPLICAS)
 
 
-@asynccontextmanager
-async def nodes(shared_memory: Path, world: World, capacity: str = "1 MiB") -> AsyncIterator[tuple[Node, Node]]:
-    """Two ranks that have met, each with RAM of its own."""
-    made = []
-    with ThreadPoolExecutor(2) as pool:
-        for communicator in world.communicators():
-            settings = config(
-                {"ram": ram(shared_memory, path=shared_memory / f"node-{communicator.rank}", capacity=capacity)},
-                name="test",
-            )
-            events = Events()
-            tiers = make_tiers(settings, read_only=False, events=events)
-            state = State(settings, tiers, events, pool, Scratch(1 << 20), read_only=False)
-            state.identity.marker = StoreMarker(store=STORE)
-            connect_ram(state, sharers=1)
-            await connect(state, state.tiers[0])
-            made.append(Node(communicator, state, Collector(state)))
-        await asyncio.gather(*(node.communicator.open(timeout=SOON) for node in made))
-        yield made[0], made[1]
-        for node in made:
-            await node.communicator.close()
-            await node.tier.disconnect()
-            node.state.scratch.close()
+def copies_on(place: RanksPlace, node: str) -> list[Path]:
+    """The folders of the copies of parts in the RAM of a node."""
+    return list(ram_in(place.shared_memory / node / "of-test" / "ram").glob("rank-*.replica"))
 
 
-def tree(seed: int, changed: int = 12) -> dict[str, Any]:
-    """Twelve chunks, of which so many differ with the seed, and a small array."""
-    rng = np.random.default_rng(99)
-    items = rng.integers(0, 256, 12 * CHUNK, dtype=np.uint8)
-    items[: changed * CHUNK] = np.random.default_rng(seed).integers(0, 256, changed * CHUNK, dtype=np.uint8)
-    return {"w": items, "small": np.arange(seed, seed + 10)}
+async def test_a_lost_node_comes_back_from_the_ram_of_the_others(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.save(2)
+        for event in await ranks.replicated(2):
+            assert event.copies == 2
+    for lost in ("b", "a"):
+        place.lose_ram(lost)
+        async with place.open() as ranks:
+            for rank, came in enumerate(await ranks.restore_into(2)):
+                assert came.keys() <= {"ram", PEERS}  # or its part was given back to its RAM before
+                assert came.keys() == {"ram"} or ranks.world.nodes[rank] == lost
+                assert ranks.read(rank) == 0
+            # What the lost node had is made anew, or the other one could not be lost next.
+            await ranks.copied(2)
 
 
-async def no_room(tier: Tier, enough: Callable[[], bool]) -> None:
-    """Nothing may go."""
+async def test_training_goes_on_after_a_lost_node(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+    place.lose_ram("a")
+    async with place.open(crashing=False) as ranks:
+        await ranks.restore_into(1)
+        await ranks.save(2)
+        await ranks.replicated(2)
+        assert set(await ranks[0].where(2)) == {"ram"}
+        await asyncio.gather(*(store.promote(2, "disk") for store in ranks.stores[:1]))
 
 
-async def copy(
-    source: Node, holder: Node, step: StepId, number: int, *, pace: Pace | None = None, timeout: float = SOON
-) -> tuple[int | BaseException, StepId | BaseException]:
-    """What both sides of one transfer return or raise."""
-    given = send_part(
-        source.state, Transfer(source.communicator, number, timeout), source.tier, step, 1, pace or Pace(None)
-    )
-    kept = receive_part(holder.state, Transfer(holder.communicator, number, timeout), holder.tier, 0, no_room)
-    async with asyncio.timeout(SOON):
-        sent, got = await asyncio.gather(given, kept, return_exceptions=True)
-    return sent, got
+async def test_what_is_damaged_in_a_rank_s_own_ram_comes_from_its_copy(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        for store in ranks.stores[:2]:  # both of one node
+            tier = store._life.engine.state.tiers[0]
+            assert tier.ram is not None
+            (step,) = tier.steps.held
+            for extent in [*unique_extents((await step_index.load(tier, step)).arrays).values()][::2]:
+                tier.ram.slab.array[extent.offset] ^= 1
+        for rank, came in enumerate(await ranks.restore_into(1)):
+            assert (PEERS in came) == (rank < 2)
 
 
-async def test_a_replica_has_every_byte_of_the_part(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (source, holder):
-        step = await source.save(1, tree(1))
-        assert await copy(source, holder, step, 1) == (12 * CHUNK, step)
-        assert await holder.read(step, "w") == tree(1)["w"].tobytes()
-        assert await holder.read(step, "small") == tree(1)["small"].tobytes()
-        assert (await step_index.load(holder.tier, step)).record == (await step_index.load(source.tier, step)).record
+async def test_a_part_that_came_back_is_promoted_from_where_it_is_now(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+    place.lose_ram("b")
+    async with place.open() as ranks:
+        await ranks.restore_into(1)
+        await ranks.copied(1)
+        await ranks.save(2)
+        await ranks.replicated(2)  # the copies of step 1 have gone
+        await ranks[0].promote(1, "disk")
+        assert await ranks[0].where(1) == ("ram", "disk")
 
 
-async def test_only_chunks_that_the_keeper_lacks_are_sent(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (source, holder):
-        await copy(source, holder, await source.save(1, tree(1)), 1)
-        second = await source.save(2, tree(2, changed=3))
-        third = await source.save(3, tree(2, changed=3))
-        assert await copy(source, holder, second, 2) == (12 * CHUNK, second)
-        assert await copy(source, holder, third, 3) == (0, third)
-        fourth = await source.save(4, tree(4, changed=3))
-        assert await copy(source, holder, fourth, 4) == (3 * CHUNK, fourth)
-        assert await holder.read(fourth, "w") == tree(4, changed=3)["w"].tobytes()
-        assert await copy(source, holder, fourth, 5) == (0, fourth)
-
-
-async def test_what_does_not_fit_is_refused_with_the_numbers_on_both_sides(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2), capacity="400 KiB") as (source, holder):
-        first = await source.save(1, tree(1, changed=12))
-        await copy(source, holder, first, 1)
-        used = holder.used
-        await source.collector.evictor.drop_part(first, source.tier)
-        second = await source.save(2, tree(2, changed=12))
-        given, kept = await copy(source, holder, second, 2)
-        assert isinstance(given, Refused)
-        assert given.rank == 1
-        assert isinstance(kept, NoSpace)
-        for end in (given, kept):
-            assert "a copy of step 2 (serial 2) needs 240 KiB" in str(end)
-        assert holder.used == used
-        assert second not in {*holder.tier.steps.parts, *holder.tier.steps.held}
-        assert await holder.read(first, "w") == tree(1)["w"].tobytes()
-
-
-async def test_a_part_that_rots_on_the_way_is_not_kept(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (source, holder):
-        step = await source.save(1, tree(1))
-        extents = [*unique_extents((await step_index.load(source.tier, step)).arrays).values()]
-        assert source.tier.ram is not None
-        source.tier.ram.slab.array[extents[5].offset] ^= 1
-        given, kept = await copy(source, holder, step, 1)
-        assert isinstance(given, Refused)
-        assert isinstance(kept, Corrupt)
-        assert not {*holder.tier.steps.parts, *holder.tier.steps.held}
-        assert holder.used == 0
-
-
-@pytest.mark.parametrize("verb", ["send", "recv", "send_bulk"])
-async def test_a_giver_that_dies_leaves_the_keeper_as_it_was(shared_memory: Path, verb: str) -> None:
-    world = World(2)
-    async with nodes(shared_memory, world) as (source, holder):
-        step = await source.save(1, tree(1))
-        world.kill(0, verb)
-        transfer = Transfer(source.communicator, 1, 0.2)
-        dead = asyncio.create_task(send_part(source.state, transfer, source.tier, step, 1, Pace(None)))
-        with pytest.raises(RanksUnavailable):
-            await receive_part(holder.state, Transfer(holder.communicator, 1, 0.2), holder.tier, 0, no_room)
-        assert holder.used == 0
-        dead.cancel()
-        await asyncio.wait([dead])
-        assert not source.tier.steps.pins
-
-
-@pytest.mark.parametrize("verb", ["send", "recv", "recv_bulk"])
-async def test_a_keeper_that_dies_lets_the_giver_go_on(shared_memory: Path, verb: str) -> None:
-    world = World(2)
-    async with nodes(shared_memory, world) as (source, holder):
-        step = await source.save(1, tree(1))
-        world.kill(1, verb)
-        dead = asyncio.create_task(
-            receive_part(holder.state, Transfer(holder.communicator, 1, 0.2), holder.tier, 0, no_room)
-        )
-        with pytest.raises(RanksUnavailable):
-            await send_part(source.state, Transfer(source.communicator, 1, 0.2), source.tier, step, 1, Pace(None))
-        assert not source.tier.steps.pins
-        dead.cancel()
-        await asyncio.wait([dead])
-
-
-async def test_a_part_that_was_let_go_is_not_waited_for(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (source, holder):
-        for end in await copy(source, holder, StepId(7, 7), 1):
-            assert isinstance(end, NotFound)
-
-
-async def test_a_copy_that_is_cancelled_while_chunks_are_verified_ends_when_they_are(
-    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_part_that_comes_back_after_its_step_was_evicted_brings_the_step_to_no_rank(
+    place: RanksPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Barrier(3), threading.Event()
+    """On the rank that it came to, the step counted as held in RAM, though no other rank had its part of it."""
+    receive_part, may_come, came = replication.receive_part, threading.Event(), threading.Event()
+    may_come.set()
 
-    def slow_digest(memory: Any) -> bytes:
-        begun.wait(SOON)
-        go_on.wait(SOON)
-        return digest_array(memory)
+    async def late(*arguments: Any) -> StepId:
+        assert await asyncio.to_thread(may_come.wait, SOON)
+        step = await receive_part(*arguments)
+        came.set()
+        return step
 
-    monkeypatch.setattr(copy_part, "digest_array", slow_digest)
-    async with nodes(shared_memory, World(2)) as (source, holder):
-        step = await source.save(1, {"w": tree(1)["w"][: 2 * CHUNK]})
-        copying = asyncio.create_task(copy(source, holder, step, 1))
-        await asyncio.to_thread(begun.wait, SOON)
-        copying.cancel()
-        done, _ = await asyncio.wait([copying], timeout=0.1)
-        assert not done
-        go_on.set()
-        await asyncio.gather(copying, return_exceptions=True)
-        assert holder.used == 0
+    async def nothing_lies_apart(store: CheckpointStore) -> None:
+        state = store._life.engine.state
+        await state.changed.until(lambda: not state.tiers[0].steps.parts)
 
-
-async def test_a_giver_whose_ram_is_gone_says_so(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (source, holder):
-        step = await source.save(1, tree(1))
-        await source.tier.disconnect()
-        for end in await copy(source, holder, step, 1):
-            assert isinstance(end, NotFound)
-
-
-async def test_a_keeper_whose_ram_is_gone_says_so(shared_memory: Path) -> None:
-    async with nodes(shared_memory, World(2)) as (source, holder):
-        step = await source.save(1, tree(1))
-        await holder.tier.disconnect()
-        given, kept = await copy(source, holder, step, 1)
-        assert isinstance(given, Refused)
-        assert given.rank == 1
-        assert isinstance(kept, TierUnavailable)
-        assert "tier 'ram' has no RAM" in str(given)
-        assert not source.tier.steps.pins
+    monkeypatch.setattr(replication, "receive_part", late)
+    disk = {"disk_settings": {"promote": "always"}}
+    async with place.open(**disk) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        await ranks.replicated(1)
+    place.lose_ram("a")
+    may_come.clear()
+    came.clear()
+    async with place.open(**disk) as ranks:
+        await ranks.reached(await ranks.save(2), "disk")
+        for heard in ranks.heard:
+            await heard.first(StepEvicted, lambda event: (event.step, event.tier) == (1, "ram"))
+        may_come.set()
+        assert await asyncio.to_thread(came.wait, SOON)
+        await ranks.copied(2)
+        async with asyncio.timeout(SOON):
+            await ranks.all(lambda store, rank: store._life.loop.call(nothing_lies_apart(store)))
+        assert [await store.where(1) for store in ranks.stores] == [("disk",)] * 4
 
 
-async def test_copies_keep_to_their_rate() -> None:
-    now = 0.0
-    slept = []
+@pytest.mark.parametrize("deleted", ["before", "meanwhile"])
+async def test_a_copy_that_comes_after_its_step_was_deleted_does_not_stay(
+    place: RanksPlace, monkeypatch: pytest.MonkeyPatch, deleted: str
+) -> None:
+    """The next opening could have brought the step back, and the copies of the step before had gone for it."""
+    receive_part, may_come, waits = replication.receive_part, threading.Event(), threading.Event()
+    retract, may_go = commit_file.retract_from_ram, threading.Event()
+    replicate, ended = replication.Replication._replicate_on_all, threading.Event()
 
-    async def sleep(seconds: float) -> None:
-        nonlocal now
-        slept.append(seconds)
-        now += seconds
+    async def late(state: Any, transfer: Any, tier: Any, source: int, make_room: Any) -> StepId:
+        if source == 3:
+            waits.set()
+            assert await asyncio.to_thread(may_come.wait, SOON)
+        return await receive_part(state, transfer, tier, source, make_room)
 
-    pace = Pace(100.0, clock=lambda: now, sleep=sleep)
-    for _ in range(5):
-        await pace.take(50)
-    assert slept == [0.0, 0.5, 0.5, 0.5, 0.5]
+    async def slow(tier: Tier, ram: Ram, step: StepId) -> None:
+        if tier is ranks[0]._life.engine.state.tiers[0] and step.step == 2:
+            assert await asyncio.to_thread(may_go.wait, SOON)
+        await retract(tier, ram, step)
+
+    async def to_the_end(self: replication.Replication, request: Any) -> None:
+        await replicate(self, request)
+        ended.set()
+
+    async def leaves(store: CheckpointStore) -> None:
+        while not store._life.engine.state.tiers[0].steps.leaving:
+            await asyncio.sleep(0.01)
+
+    def copies() -> list[set[int]]:
+        kept = (store._life.engine.mode.ranked.replicas.kept.values() for store in ranks.stores)
+        return [{step.step for tier in tiers for step in tier.steps.parts} for tiers in kept]
+
+    async def unread(store: CheckpointStore) -> None:
+        while store._life.engine.state.tiers[0].steps.pins:
+            await asyncio.sleep(0.01)
+
+    async def copied(store: CheckpointStore) -> None:
+        while any("copies of step" in task.get_name() for task in store._life.engine.mode.ranked.group._tasks):
+            await asyncio.sleep(0.01)
+
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        monkeypatch.setattr(replication, "receive_part", late)
+        monkeypatch.setattr(replication.Replication, "_replicate_on_all", to_the_end)
+        await ranks.save(2)
+        assert await asyncio.to_thread(waits.wait, SOON)
+        await ranks[0]._life.loop.call(unread(ranks[0]))
+        if deleted == "before":
+            may_go.set()
+        monkeypatch.setattr(commit_file, "retract_from_ram", slow)
+        deleting = asyncio.create_task(ranks[0].delete(2, force=True))
+        if deleted == "meanwhile":
+            await ranks[0]._life.loop.call(leaves(ranks[0]))
+            may_come.set()
+            assert await asyncio.to_thread(ended.wait, SOON)
+            may_go.set()
+        await deleting
+        for heard in ranks.heard:
+            await heard.first(StepEvicted, lambda event: (event.step, event.tier) == (2, "ram"))
+        may_come.set()
+        await ranks.all(lambda store, rank: store._life.loop.call(copied(store)))
+        assert copies() == [{1}] * 4
+        await ranks.save(3)
+        await ranks.replicated(3)
+        assert copies() == [{3}] * 4
+        for heard in ranks.heard:
+            assert [event.step for event in heard.of(StepReplicated)] == [1, 3]
+
+
+async def test_ranks_that_change_their_nodes_find_their_parts_and_copy_them_anew(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    place = RanksPlace(shared_memory, tmp_path / "disk", 3, {"crashing": True} | REPLICAS)
+    async with place.open(nodes="abc") as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+    async with place.open(nodes="cab") as ranks:
+        await ranks.restore_into(1)
+        await ranks.copied(1)
+    place.lose_ram("a")
+    async with place.open(nodes="cab") as ranks:
+        for rank, came in enumerate(await ranks.restore_into(1)):
+            assert came.keys() <= {"ram", PEERS}
+            assert ranks.read(rank) == 0
+
+
+async def test_no_node_keeps_a_copy_of_its_own_parts(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        kept = {node: {path.name for path in copies_on(place, node)} for node in "ab"}
+    assert kept == {"a": {"rank-2.replica", "rank-3.replica"}, "b": {"rank-0.replica", "rank-1.replica"}}
+
+
+async def test_only_what_changed_is_sent(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        (first, *_) = await ranks.replicated(1)
+        nbytes = sum(part(1, rank, 4)["w"].array.nbytes + part(1, rank, 4)["common"].nbytes for rank in range(4))
+        assert nbytes <= first.sent <= 1.1 * nbytes
+        await ranks.save(2, seed=1)
+        (second, *_) = await ranks.replicated(2)
+        assert second.sent <= 0.1 * nbytes
+
+
+async def test_policies_see_on_how_many_nodes_a_step_lies(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        for store in ranks.stores:
+            (step,) = store._life.engine.state.view().steps
+            assert step.replicas == 2
+
+
+async def test_older_copies_go_when_a_newer_step_is_whole(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        for step in range(1, 5):
+            await ranks.save(step)
+            await ranks.replicated(step)
+        for kept in copies_on(place, "a") + copies_on(place, "b"):
+            assert [path.name for path in (kept / "steps").iterdir() if any(path.iterdir())] == ["0000000004-000004"]
+
+
+async def test_a_copy_that_fails_stops_no_training(place: RanksPlace) -> None:
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        (kept,) = (path for path in copies_on(place, "b") if path.name == "rank-0.replica")
+        shutil.rmtree(kept / "steps")
+        (kept / "steps").touch()  # nothing can be committed there
+        await ranks.save(2)
+        for one in ranks.heard:
+            failed = await one.first(ReplicationFailed)
+            assert (failed.step, failed.ranks) == (2, (ranks.world.nodes.index("b"),))
+        (kept / "steps").unlink()
+        await ranks.save(3)
+        await ranks.replicated(3)
+
+
+async def test_memory_that_is_not_there_for_replicas_is_refused_with_the_numbers(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "memory_limit", lambda: (100 << 20, "the machine's memory"))
+    settings = {"replicas": 2, "capacity": "32 MiB"}
+    stores = stores_of(World(4, nodes=TWO_NODES), shared_memory, tmp_path / "disk", ram_settings=settings)
+    for end in await asyncio.gather(*stores, return_exceptions=True):
+        assert isinstance(end, Invalid)
+        assert "128 MiB" in str(end)
+        assert "100 MiB" in str(end)
+
+
+async def test_racks_that_are_named_are_never_shared(shared_memory: Path, tmp_path: Path) -> None:
+    racks = {"a": "east", "b": "east", "c": "west", "d": "west"}
+    settings = {"nodes": tuple(racks), "racks": racks, "ram_settings": {"replicas": 2}}
+    async with cohort(4, shared_memory, tmp_path / "disk", crashing=True, **settings) as ranks:
+        await ranks.save(1)
+        await ranks.replicated(1)
+        for rank, node in enumerate(racks):
+            (keeper,) = list(shared_memory.rglob(f"rank-{rank}.replica"))
+            assert racks[keeper.parents[3].name] != racks[node]
+
+
+@pytest.mark.parametrize(
+    ("verb", "topic"),
+    [
+        ("send", "replica/*/offer"),
+        ("recv", "replica/*/offer"),
+        ("send", "replica/*/lacks"),
+        ("recv", "replica/*/lacks"),
+        ("send_bulk", "*"),
+        ("recv_bulk", "*"),
+        ("send", "replica/*/kept"),
+        ("recv", "replica/*/kept"),
+        ("send", "replicas/done/*"),
+    ],
+)
+async def test_a_rank_that_dies_while_copying_stops_no_other(verb: str, topic: str, place: RanksPlace) -> None:
+    async with place.open(disk_settings={"min_bandwidth": "1 GB/s"}) as ranks:
+        ranks.let_wait(DEADLINE)
+        ranks.world.kill(3, verb, topic=topic)
+        await ranks.save(1)
+        await ranks.world.died(3)
+        for one in ranks.heard[:3]:
+            failed = await one.first(ReplicationFailed)
+            assert failed.step == 1
+            assert 3 in failed.ranks
+        for store in ranks.stores[:3]:
+            assert "ram" in await store.where(1)
+            assert store._life.engine.state.view().steps[0].replicas == 1
+
+
+async def test_an_automatic_slab_leaves_as_much_room_for_replicas_as_for_parts(place: RanksPlace) -> None:
+    async with place.open(ram_settings={"replicas": 2, "capacity": "auto"}) as ranks:
+        for store in ranks.stores:
+            ranked = store._life.engine.mode.ranked
+            assert ranked is not None
+            assert ranked.replicas is not None
+            (kept,) = ranked.replicas.kept.values()
+            assert kept.capacity == store._life.engine.state.tiers[0].capacity
+
+
+@pytest.mark.parametrize("name", ["rank-3", "rank-1.replica"])
+async def test_ram_that_cannot_be_opened_costs_the_replicas_and_no_training(
+    name: str, place: RanksPlace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = RamStore.open
+
+    def open_but_one(folder: Path, *arguments: Any, **settings: Any) -> RamStore:
+        if folder.name == name and "b" in folder.parts:
+            raise TierUnavailable("no such memory, by script")
+        return really(folder, *arguments, **settings)
+
+    monkeypatch.setattr(RamStore, "open", open_but_one)
+    async with place.open() as ranks:
+        await ranks.save(1)
+        await ranks.flush()
+        assert [info.step for info in await ranks[0].steps()] == [1]
+    assert "parts are not replicated until the store is opened again" in caplog.text
+
+
+async def test_replicas_are_let_go_when_own_ram_cannot_be_opened_any_more(
+    place: RanksPlace, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with place.open() as ranks:
+        engine = ranks[0]._life.engine
+        own = engine.state.tiers[0]
+
+        def refuse(*_: object, **__: object) -> RamStore:
+            raise TierUnavailable("no such memory, by script")
+
+        async def lose() -> None:
+            with pytest.raises(TierUnavailable):
+                await engine._reconnect(own)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RamStore, "open", refuse)
+            await ranks[0]._life.loop.call(lose())
+            assert mapped_below(shared_memory)
+            await asyncio.gather(*map(crash, ranks.stores))
+    assert not mapped_below(shared_memory)
+    assert not opened_below(shared_memory)
+
+
+async def test_one_node_alone_has_nowhere_to_copy_to_and_works(
+    shared_memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cohort(2, shared_memory, tmp_path / "disk", ram_settings={"replicas": 2}) as ranks:
+        await ranks.save(1)
+        await ranks.flush()
+    assert "kept on 1 nodes and not on 2" in caplog.text
+
+
+async def test_a_process_that_is_alone_is_told_that_it_keeps_no_replicas(
+    shared_memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = {"ram": ram(shared_memory, replicas=2), "disk": folder(tmp_path / "disk")}
+    async with CheckpointStore.open(config(tiers), ranks=None) as store:
+        await store.save(1, {"x": np.arange(9)})
+    assert "tier 'ram' keeps no replicas" in caplog.text
