@@ -24,7 +24,7 @@ torch = require("torch")
 lightning = lazily("lightning")
 program = lazily("integrations.lightning_program")
 ranks_program = lazily("integrations.lightning_ranks_program")
-named_steps = lazily("tieredckpt.integrations.named_steps")
+named_steps = lazily("tieredckpt.integrations._named_steps")
 
 pytestmark = [
     pytest.mark.timeout(4 * SOON),

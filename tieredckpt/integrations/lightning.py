@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.state_dict import (
 from tieredckpt import CheckpointStore, Invalid, StoreConfig, SyncStore
 from tieredckpt.config import load
 from tieredckpt.integrations._hyperparameters import Hyperparameters
+from tieredckpt.integrations._named_steps import PATHS, NamedSteps, check_local, reference_at
 from tieredckpt.integrations._optimizers import with_groups_of
 from tieredckpt.integrations.dcp import TieredReader
-from tieredckpt.integrations.named_steps import PATHS, NamedSteps, check_local, reference_at
 
 __all__ = ["RandomState", "TieredCheckpointIO", "TieredModelParallelStrategy"]
 

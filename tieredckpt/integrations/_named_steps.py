@@ -1,4 +1,4 @@
-"""Steps named by small files, for frameworks that find, count and remove their checkpoints by paths.
+"""Steps named by small files, for Lightning, which finds, counts and removes its checkpoints by paths.
 
 A file at a path has a *reference* to a save of the store. The keys at the top of a framework's checkpoint are its
 *parts*; a reference may be to some of them only.
