@@ -19,7 +19,8 @@ __all__ = ["Threads"]
 T = TypeVar("T")
 
 _HANGS_AFTER = 5.0
-"""Seconds after which a call without a waiting caller counts as hanging: other calls end before their next block."""
+"""Seconds after which a call that its caller gave up, as at a tier's ``deadline``, counts as hanging: other calls end
+before their next block."""
 
 _Waiting = SimpleQueue[Callable[[], None] | None]
 """Calls that wait for a thread; None ends a thread."""
