@@ -129,7 +129,7 @@ class AmongRanks(Alone):
             self.ranked.give_up(step, error)
 
     def is_due(self, step: int) -> bool:
-        return self.ranked.plan.due(step)
+        return self.ranked.schedule.due(step)
 
     def signalled(self, name: str, *, on: bool) -> None:
         self.ranked.reports.signalled(name, on=on)
@@ -172,7 +172,7 @@ class AmongRanks(Alone):
         self.ranked.reports.damaged(step, damage, unreadable)
 
     def restored(self) -> None:
-        self.ranked.plan.reset()
+        self.ranked.schedule.reset()
 
 
 def _check_derived(tiers: Sequence[TierConfig]) -> None:

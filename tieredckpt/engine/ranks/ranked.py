@@ -52,7 +52,7 @@ from tieredckpt.engine.ranks.open import Opening, adopt_catalog, catalog_of
 from tieredckpt.engine.ranks.replicas.replication import Replication
 from tieredckpt.engine.ranks.reports import Reports
 from tieredckpt.engine.ranks.restore.restore import CollectiveRestores
-from tieredckpt.engine.ranks.schedule import Plan
+from tieredckpt.engine.ranks.schedule import SharedSchedule
 from tieredckpt.engine.saving.call import SaveCall
 from tieredckpt.engine.saving.save import Saved
 from tieredckpt.engine.state.adoption import adopt_if_gone
@@ -106,7 +106,7 @@ class Ranked:
         self.reports = Reports(state, collector, group, promote_at_once)
         ram = state.config.ram
         self.replicas = Replication(state, collector, group, self.commits, ram) if ram and ram.replicas > 1 else None
-        self.plan = Plan(state, coordinates=group.coordinates, send=self._send_plan)
+        self.schedule = SharedSchedule(state, coordinates=group.coordinates, send=self._send_save_at)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heard_at = 0.0
         """When rank 0 last sent a message, by the loop's clock."""
@@ -180,12 +180,12 @@ class Ranked:
         self._state.branch.count_from(origin)
         self._state.observation.count_save(step)
 
-    def _send_plan(self, step: int) -> None:
+    def _send_save_at(self, step: int) -> None:
         if self._loop is not None:  # asked from the trainer's thread
             self._loop.call_soon_threadsafe(self.group.publish, SaveAt(step))
 
     def _save_at(self, order: SaveAt) -> None:
-        late = self.plan.received(order.step)
+        late = self.schedule.received(order.step)
         if late is not None:
             self.give_up(late, RanksUnavailable("the order to save it came too late"))
 
@@ -242,7 +242,7 @@ class Ranked:
         if any(getattr(event, "tier", None) == tier.name for tier in state.derived):
             return  # the others know nothing of those
         if isinstance(event, CommitFailed) and event.tier is None:
-            self.plan.failed(event.step)
+            self.schedule.failed(event.step)
         elif isinstance(event, StepCommitted):
             self.group.start(self._let_former_steps_go(), "eviction of steps of former ranks")
             if self.replicas is not None:

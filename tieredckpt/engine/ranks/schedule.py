@@ -18,7 +18,7 @@ from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.policies import save_is_due
 from tieredckpt.engine.state.state import State
 
-__all__ = ["Plan"]
+__all__ = ["SharedSchedule"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -29,7 +29,7 @@ _REMEMBERED = 10_000
 """Past steps that a rank remembers, to recognize an order that comes too late."""
 
 
-class Plan:
+class SharedSchedule:
     """The steps that all ranks are to save, as one rank knows them.
 
     `due` is called from the trainer's thread, perhaps while the engine's is in `received`: who removes an order has it.

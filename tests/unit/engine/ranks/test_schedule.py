@@ -79,7 +79,7 @@ async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more
         assert not any(store.due(0) for store in ranks.stores)  # rank 0 orders step 1, and all hear of it
         await ranks.reached(await ranks.save(1), "ram")
         assert all(store.due(1) for store in ranks.stores)
-        ahead = ranks[0]._life.engine.mode.ranked.plan._ahead
+        ahead = ranks[0]._life.engine.mode.ranked.schedule._ahead
         held = ranks.world.hold(1, "recv", topic="log/*")
         await ranks.reached(await ranks.save(2), "ram")
         await held.reached()
@@ -93,7 +93,7 @@ async def test_an_order_that_comes_too_late_costs_one_save_and_the_next_has_more
         held.release()
         for event in await ranks.failed(step=step):
             assert "too late" in event.reason
-        assert ranks[0]._life.engine.mode.ranked.plan._ahead > ahead
+        assert ranks[0]._life.engine.mode.ranked.schedule._ahead > ahead
         await ranks.reached(await ranks.save(step + 100), "ram")
 
 
@@ -125,20 +125,20 @@ def test_an_order_that_comes_while_the_trainer_asks_about_its_step_is_kept_or_gi
 ) -> None:
     """Never taken for a later step: the others would wait for this rank's part of theirs, and it for theirs."""
     monkeypatch.setattr(schedule, "save_is_due", lambda state, step, **_: False)
-    plan = schedule.Plan(cast(Any, None), coordinates=False, send=lambda step: None)
+    shared = schedule.SharedSchedule(cast(Any, None), coordinates=False, send=lambda step: None)
 
     class AskedMeanwhile(deque[int]):
         """The trainer's thread runs between two lines of the engine's."""
 
         def append(self, at: int) -> None:
             if at == 5:
-                assert not plan.due(at)
+                assert not shared.due(at)
             super().append(at)
             if at == 7:
-                assert plan.due(at)
+                assert shared.due(at)
 
-    plan._planned = AskedMeanwhile()
-    assert plan.received(5) == 5
-    assert not plan.due(6)
-    assert plan.received(7) is None
-    assert not plan.due(8)
+    shared._planned = AskedMeanwhile()
+    assert shared.received(5) == 5
+    assert not shared.due(6)
+    assert shared.received(7) is None
+    assert not shared.due(8)
