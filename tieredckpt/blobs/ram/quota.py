@@ -14,9 +14,12 @@ from tieredckpt.blobs.ram.slab_meta import lacking_bytes, slab_bytes
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.units import format_size
 
-__all__ = ["Quota", "counted", "expected_elsewhere"]
+__all__ = ["MEMORY_PER_SLAB", "Quota", "counted", "expected_elsewhere"]
 
 _log = logging.getLogger("tieredckpt")
+
+MEMORY_PER_SLAB = 4
+"""Automatic slabs take at most a quarter of the memory, and of the addresses, that there are."""
 
 
 class Quota:

@@ -38,7 +38,7 @@ _MAPPED_AT_ONCE = 32 << 20
 _PREPARED_AT_ONCE = 64 << 20
 _RESERVED_AT_ONCE = 256 << 20
 """Bytes of one request while a caller waits: enough for all threads that clear huge pages."""
-_SHARE = 0.25
+_SHARE_OF_A_PROCESSOR = 0.25
 """Most of a processor's time that background preparation of memory takes."""
 
 
@@ -286,7 +286,7 @@ class Slab:
         """End `prepare`, because the slab is about to be closed."""
         self._ending.set()
 
-    def prepare(self, *, share: float = _SHARE) -> None:
+    def prepare(self, *, share: float = _SHARE_OF_A_PROCESSOR) -> None:
         """Reserve the expected memory, and map what is reserved, so that later copies wait for neither.
 
         Blocking; releases the GIL. Takes at most ``share`` of a processor's time. It ends with the slab, and when there

@@ -30,7 +30,7 @@ from tieredckpt.blobs.posix.store import PosixStore
 from tieredckpt.blobs.ram.folder import LOCK, check_owner, take
 from tieredckpt.blobs.ram.folder import remove as remove_folder
 from tieredckpt.blobs.ram.owner import OWNER_FILES
-from tieredckpt.blobs.ram.quota import Quota, counted, expected_elsewhere
+from tieredckpt.blobs.ram.quota import MEMORY_PER_SLAB, Quota, counted, expected_elsewhere
 from tieredckpt.blobs.ram.reader_locks import RETIRED, Replaced, Retired, StillRead
 from tieredckpt.blobs.ram.slab import Slab, aligned
 from tieredckpt.blobs.ram.slab_meta import GROWING, NOTE_FILES, Note, growing, read_note, undo_growth, write_note
@@ -42,8 +42,6 @@ from tieredckpt.units import format_size
 __all__ = ["RamStore"]
 
 _log = logging.getLogger("tieredckpt")
-
-_AUTO_SHARE_OF_MEMORY = 4  # automatic slabs take at most a quarter of the memory, and of the addresses, that there are
 
 
 class RamStore:
@@ -86,9 +84,9 @@ class RamStore:
             )
         quota = None
         if capacity is None:
-            share = aligned(limit // _AUTO_SHARE_OF_MEMORY // sharers)
+            share = aligned(limit // MEMORY_PER_SLAB // sharers)
             quota = Quota(folder, share)
-            capacity = max(ALIGNMENT, min(share, addresses_left() // _AUTO_SHARE_OF_MEMORY))
+            capacity = max(ALIGNMENT, min(share, addresses_left() // MEMORY_PER_SLAB))
         try:
             with contextlib.ExitStack() as undo:
                 lock = take(folder)
