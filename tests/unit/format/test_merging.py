@@ -221,6 +221,11 @@ def test_shards_that_leave_a_gap_or_overlap_are_a_conflict_that_names_their_arra
     assert "shards of array 'w' do not add up" in conflict(rows(0, 2), nothing)
     empty = [Part(record(rank, 2, DictNode(["w"], [node("w")])), {}) for rank in range(2)]
     assert "no rank saved array 'w'" in conflict(*empty)
+    box, name = Box((8, 0), (0, 4)), layout.block_key("w", (8, 0))
+    no_items = [Part(part.record, {name: block(plan_block(box, SHAPE, 1, 16))}) for part in empty]
+    assert "shards of array 'w' do not add up" in conflict(*no_items)
+    twice = {layout.block_key("w", (at, 0)): block(Grid((4, 4), (2, 4), 1)) for at in (0, 2)}  # as many cells as all
+    assert "shards of array 'w' do not add up" in conflict(Part(empty[0].record, twice), nothing)
 
 
 def test_a_block_that_begins_inside_a_cell_of_the_array_is_not_taken_for_all_of_it() -> None:
