@@ -167,30 +167,29 @@ async def test_a_commit_that_failed_in_the_place_of_a_stale_one_is_undone(scene:
 
 @pytest.mark.parametrize("put", [False, True], ids=["not put", "put"])
 async def test_a_promotion_that_fails_while_its_deletion_is_looked_into_leaves_no_half_of_a_step(
-    scene: Scene, faults: FaultyTiers, put: bool
+    quiet: Scene, faults: FaultyTiers, put: bool
 ) -> None:
     """What it wrote is not forgotten with the deletion."""
     disk = faults["disk"]
     disk.fail("delete", TierUnavailable("its answer is lost"), key=MANIFEST, after=True)
     looking = disk.hold("stat", key=MANIFEST)
     with pytest.raises(TierUnavailable):
-        await scene.store.evict(1, "disk")
+        await quiet.store.evict(1, "disk")
     await looking.reached()
     disk.fail("put", TierUnavailable("its answer is lost"), key=MANIFEST, after=put)
     putting = disk.hold("put", key=MANIFEST)
-    promoting = asyncio.create_task(scene.store.promote(1, "disk"))
+    promoting = asyncio.create_task(quiet.store.promote(1, "disk"))
     await putting.reached()
     looking.release()
     await asyncio.sleep(0.1)  # the look waits for its turn
     putting.release()
     with pytest.raises(TierUnavailable):
         await promoting
-    await asyncio.sleep(0.3)  # until it could be collected
     async with asyncio.timeout(SOON):
-        while scene.tier.steps.damaged or scene.tier.steps.indeterminate:
-            await scene.store.collect()
+        while quiet.tier.steps.damaged or quiet.tier.steps.indeterminate:
+            await quiet.store.collect()
             await asyncio.sleep(0.05)
-    assert await scene.is_gone() or await scene.is_held()
+    assert await quiet.is_gone() or await quiet.is_held()
 
 
 async def test_a_promotion_that_fails_does_not_delete_what_a_deletion_has_left(
