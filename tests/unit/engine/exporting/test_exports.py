@@ -25,7 +25,7 @@ from tieredckpt.engine.exporting.held_step import Reading
 from tieredckpt.engine.exporting.places import Record
 from tieredckpt.events import ExportFailed, StepExported
 from tieredckpt.format.manifest import StepIndex
-from tieredckpt.policy import Promotion, StepView, StoreView, TierView
+from tieredckpt.policy import Promotion, Retention, StepView, StoreView, TierView
 
 
 def test_what_is_due_is_exported_bit_for_bit(open_store: Open, tmp_path: Path) -> None:
@@ -199,18 +199,48 @@ def test_a_policy_that_fails_to_say_how_long_its_answer_holds_is_asked_again(
     assert "by_step_alone() failed" in caplog.text
 
 
+class FailsToPromote(FailsToSay):
+    kind: Literal["test_fails_to_promote"] = "test_fails_to_promote"  # type: ignore[assignment]
+
+    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
+        raise RuntimeError("no answer")
+
+
+class FailsToRetain(Retention):
+    kind: Literal["test_fails_to_retain"] = "test_fails_to_retain"
+
+    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
+        raise RuntimeError("no answer")
+
+
+@pytest.mark.parametrize("fails", [{"when": FailsToPromote()}, {"keep": FailsToRetain()}], ids=["when", "keep"])
+def test_a_policy_that_fails_exports_and_deletes_nothing(
+    open_store: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, fails: dict[str, Any]
+) -> None:
+    table = {"format": "safetensors", "to": str(tmp_path / "out")}
+    store = open_store(hf=dict(table))
+    store.save(1, tree())
+    store.close()
+    store = open_store(hf=table | fails)
+    store.save(2, tree())
+    store.flush()
+    assert names(tmp_path / "out") == ["step-1"]
+    assert f"the policy `{next(iter(fails))}` of the export 'hf' failed" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["next_due", "leaving"])
 def test_a_look_that_fails_unexpectedly_is_told_and_made_again(
-    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Else the exporter would have ended, and a flush would wait for it for ever."""
-    works, next_due = threading.Event(), exporter.due.next_due
+    works, found = threading.Event(), getattr(exporter.due, what)
 
     def look(*arguments: Any, **settings: Any) -> Any:
         if not works.is_set():
             raise KeyError("a fault of the engine")
-        return next_due(*arguments, **settings)
+        return found(*arguments, **settings)
 
-    monkeypatch.setattr(exporter.due, "next_due", look)
+    monkeypatch.setattr(exporter.due, what, look)
     store = open_store(hf={"format": "safetensors"})
     store.save(1, tree())
     with pytest.raises(TierUnavailable, match=r"export 'hf': .*a fault of the engine"):

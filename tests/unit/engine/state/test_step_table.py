@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from hypothesis import settings
@@ -24,6 +25,10 @@ STORE = "00000000-0000-4000-8000-000000000000"
 
 async def _nowhere() -> Any:
     raise AssertionError("these tiers have no blob store")
+
+
+def _interrupted(*_: Any) -> StepView:
+    raise KeyboardInterrupt
 
 
 def record(step: StepId, version: int) -> StepRecord:
@@ -97,8 +102,25 @@ class RollMachine(RuleBasedStateMachine):
         if not self.line or serial > self.line[-1][1]:
             self.line = (*self.line, (serial, serial))
 
+    @rule(tier=st.integers(0, 2), step=steps)
+    def a_signal_ends_a_renewal(self, tier: int, step: StepId) -> None:
+        """What came was taken from the news of its tier, and is not in the table yet."""
+        self.comes(tier, step)
+        self.roll._describe = _interrupted
+        with suppress(KeyboardInterrupt):
+            self.roll.views(self.line)
+        self.roll._describe = step_view
+
     @invariant()
     def everybody_is_called(self) -> None:
+        self.check()
+
+    @invariant()
+    def a_call_that_interrupts_a_renewal_waits_for_nothing(self) -> None:
+        with self.roll._guards_table:
+            self.check()
+
+    def check(self) -> None:
         views, records = self.roll.views(self.line), self.roll.records(self.line)
         expected: dict[StepId, StepView] = {}
         for step in sorted({step for tier in self.tiers for step in tier.steps.held}):
