@@ -57,7 +57,6 @@ class Grid:
     """Bytes of one cell, and so of every chunk, padding included."""
     nbytes: int = field(init=False, compare=False, repr=False)
     """Bytes of the array."""
-    _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         counts = tuple([-(-full // part) for full, part in zip(self.shape, self.cell, strict=False) if part])
@@ -66,12 +65,8 @@ class Grid:
             ("size", prod(counts)),
             ("cell_nbytes", prod(self.cell) * self.itemsize),
             ("nbytes", prod(self.shape) * self.itemsize),
-            ("_hash", hash((self.shape, self.cell, self.itemsize))),
         ):
             object.__setattr__(self, name, value)
-
-    def __hash__(self) -> int:
-        return self._hash  # grids of all arrays of a tree are looked up together
 
     @property
     def contiguous(self) -> bool:

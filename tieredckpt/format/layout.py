@@ -211,9 +211,7 @@ def parse_pack_key(key: str) -> str | None:
 
 
 def catalog_key(identity: str) -> str:
-    """File of a catalog, by its identity of 32 lower-case hexadecimal digits. Raises `Invalid` for any other."""
-    if not _PACK_ID.fullmatch(identity):
-        raise Invalid(f"{identity!r} is no identity of a catalog: 32 lower-case hexadecimal digits")
+    """File of a catalog, by its identity of 32 lower-case hexadecimal digits."""
     return f"{CATALOGS}{identity}"
 
 

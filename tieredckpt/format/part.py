@@ -14,7 +14,7 @@ digests (16 bytes each), kinds (a byte each: `EXTENT`, `INLINE`, `ELSEWHERE`), a
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -128,9 +128,9 @@ def encode_part(part: Part) -> bytes:
         arrays=[_Array(key, array.grid.shape, array.grid.cell) for key, array in part.arrays.items()],
         digests=b"".join([digest for digest, _ in chunks]),
         kinds=bytes([_kind(where) for _, where in chunks]),
-        files=_column("<u4", (packs[extent.path] for extent in extents)),
-        offsets=_column("<u8", (extent.offset for extent in extents)),
-        lengths=_column("<u8", (extent.length for extent in extents)),
+        files=np.fromiter((packs[extent.path] for extent in extents), "<u4").tobytes(),
+        offsets=np.fromiter((extent.offset for extent in extents), "<u8").tobytes(),
+        lengths=np.fromiter((extent.length for extent in extents), "<u8").tobytes(),
         inline=b"".join([where for _, where in chunks if isinstance(where, bytes)]),
     )
     data = _HEAD.pack(_MAGIC, _VERSION, 0) + msgspec.msgpack.encode(body)
@@ -191,13 +191,6 @@ def decode_extents(data: bytes, where: str) -> list[tuple[bytes, Extent]]:
 
 def _kind(where: Extent | bytes | None) -> int:
     return EXTENT if isinstance(where, Extent) else ELSEWHERE if where is None else INLINE
-
-
-def _column(dtype: str, values: Iterable[int]) -> bytes:
-    try:
-        return np.fromiter(values, dtype).tobytes()
-    except OverflowError as error:
-        raise Invalid(f"an extent of a part is out of range: {error}") from error
 
 
 def _open(data: bytes, where: str) -> _Body:

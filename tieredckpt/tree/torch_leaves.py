@@ -57,9 +57,8 @@ _CARRIED: dict[torch.dtype, tuple[np.dtype[Any], torch.dtype]] = {
     torch.float8_e4m3fnuz: (np.dtype(ml_dtypes.float8_e4m3fnuz), torch.uint8),
     torch.float8_e5m2: (np.dtype(ml_dtypes.float8_e5m2), torch.uint8),
     torch.float8_e5m2fnuz: (np.dtype(ml_dtypes.float8_e5m2fnuz), torch.uint8),
+    torch.float8_e8m0fnu: (np.dtype(ml_dtypes.float8_e8m0fnu), torch.uint8),
 }
-if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
-    _CARRIED[torch.float8_e8m0fnu] = (np.dtype(ml_dtypes.float8_e8m0fnu), torch.uint8)
 
 _TOGETHER = 16 << 20
 """Bytes of small tensors at most that are gathered on their device at a time."""

@@ -19,9 +19,12 @@ __all__ = ["is_wrapper", "opened"]
 
 
 def is_wrapper(value: torch.Tensor) -> bool:
-    """Whether ``value`` is a tensor around others; torch's own distributed and nested tensors do not count."""
+    """Whether ``value``, of a class derived from torch's, is a tensor around others.
+
+    Torch's own distributed and nested tensors do not count.
+    """
     cls = type(value)
-    if cls is torch.Tensor or cls is torch.nn.Parameter or cls.__module__.startswith("torch.distributed"):
+    if cls.__module__.startswith("torch.distributed"):
         return False
     return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__") and not value.is_nested
 

@@ -43,6 +43,18 @@ def test_a_sequence_that_was_changed_is_one_made_anew_and_what_it_was_made_from_
             assert found.find((serial, 0)) == model.get((serial, 0))
 
 
+def test_deletions_leave_no_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change copies the tuple of all blocks."""
+    monkeypatch.setattr("tieredckpt.policy.steps._BLOCK", 8)
+    found = ByAge()
+    for serial in range(256):
+        found = found.changed({(serial, 0): StepView(0, serial, 0.0, 0.0, 0, {}, ())})
+    for serial in range(256):
+        found = found if serial % 16 == 0 else found.changed({(serial, 0): None})
+    assert [step.serial for step in found] == [*range(0, 256, 16)]
+    assert len(found._blocks) <= 8
+
+
 def listed(steps: Sequence[StepView]) -> Listing:
     return Listing(("a", "b")).changed({(step.serial, step.step): step for step in steps})
 

@@ -164,6 +164,10 @@ def test_a_module_that_is_a_dataclass_is_refused_as_its_parameters_are_no_fields
         flatten({"net": Net(2)})
 
 
+if torch.distributed.is_available():
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+
 class Wrapped(torch.Tensor):
     pass
 
@@ -191,6 +195,7 @@ def freed() -> Any:
         (lambda: torch.zeros(2, dtype=torch.complex32), "complex32"),
         (lambda: torch.zeros(2).as_subclass(Wrapped), "Wrapped"),
         (lambda: torch.zeros(2).as_subclass(Distributed), r"to_local\(\)"),
+        (lambda: AsyncCollectiveTensor(torch.zeros(2)), "AsyncCollectiveTensor"),
         (freed, "freed"),
     ],
 )

@@ -156,6 +156,16 @@ async def test_a_tensor_whose_version_counts_a_write_is_read_though_it_is_declar
         assert not heard.of(FrozenChanged), "all steps are right"
 
 
+async def test_a_tensor_of_inference_mode_may_be_declared_frozen(tmp_path: Path, shared_memory: Path) -> None:
+    """It counts no versions."""
+    with torch.inference_mode():
+        weight = torch.arange(CHUNK)
+    async with opened(shared_memory, tmp_path, "weight") as store:
+        for step in (1, 2):
+            await store.save(step, {"weight": weight})
+        assert_same((await store.restore(as_="numpy")).tree, {"weight": weight.numpy()})
+
+
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 async def test_another_array_at_the_address_of_one_that_is_gone_is_read(
     tmp_path: Path, shared_memory: Path, kind: str
