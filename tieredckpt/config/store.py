@@ -134,7 +134,7 @@ def _load_mapping(data: Mapping[str, Any]) -> StoreConfig:
     except ValidationError as error:
         raise Invalid(explain(problems(error))) from error
     except RecursionError as error:
-        raise Invalid("the configuration is nested too deeply; simplify its policies") from error
+        raise Invalid("the configuration is nested too deeply; write it flatter") from error
 
 
 def _load_file(path: Path) -> StoreConfig:
@@ -156,7 +156,7 @@ def _load_file(path: Path) -> StoreConfig:
         lines = (f"{path}:{line}: {explain([(place, what)])}" for line, place, what in found)
         raise Invalid("\n".join(lines)) from error
     except RecursionError as error:
-        raise Invalid(f"{path}: is nested too deeply; simplify its policies") from error
+        raise Invalid(f"{path}: is nested too deeply; write it flatter") from error
 
 
 def _offer_policies(data: Mapping[str, Any], folder: Path) -> None:

@@ -308,6 +308,8 @@ policies = [
             r"tiers\.disk\.path: '/a\\ud800' has characters that file names",
         ),
         (disk(path="/a$"), r"tiers\.disk\.path: .*write '\$\$'"),
+        (disk(path="~nobody has this name/a"), r"tiers\.disk\.path: .*the home folder is not known; write the path"),
+        ({"store": {"promote_in": "agent"}, **disk()}, r"store\.promote_in: is `agent`, which promotes from a ram tier"),
         (disk(path=3), r"tiers\.disk\.path: should be a path"),
         (disk(name="other"), r"tiers\.disk\.name: its table is called disk"),
         (disk(promote="never"), r"tiers\.disk\.promote: the nearest tier gets every save"),
@@ -363,6 +365,14 @@ policies = [
 def test_what_cannot_work_is_refused_with_what_to_change(data: dict[str, Any], told: str) -> None:
     with pytest.raises(Invalid, match=rf"(?m)^{told}"):
         load(data)
+
+
+def test_what_is_nested_too_deeply_is_refused_as_such(tmp_path: Path) -> None:
+    names = ".".join(["a"] * 5000)
+    file = write(tmp_path, f"[tiers.k]\nkind = 'kvstore'\n[tiers.k.spec]\ndriver = 'file'\n[tiers.k.spec.{names}]\n")
+    for source in (file, tomllib.loads(file.read_text())):
+        with pytest.raises(Invalid, match="nested too deeply; write it flatter"):
+            load(source)
 
 
 @pytest.mark.parametrize("source", [3, None, b"\xff", ["/d"]])

@@ -32,6 +32,9 @@ to = "s3://bucket/exports/"
 """
 
 
+FAR = {"kind": "s3", "url": "s3://bucket/run"}
+
+
 def written(folder: Path, text: str = TABLE) -> Path:
     path = folder / "ckpt.toml"
     path.write_text(text)
@@ -86,6 +89,7 @@ def test_exports_may_be_given_in_python(tmp_path: Path) -> None:
         ({"whem": "always"}, "exports.hf.whem: `whem` is not a setting of an export; did you mean `when`?"),
         ({"retain": "all"}, "exports.hf.retain: `retain` is not a setting of an export; there are: cast, format, keep"),
         ({"to": "disk/out"}, "lie in each other"),
+        ({"format": "safetensors", "to": "s3://bucket/run/out"}, "s3://bucket/run of the tier far lie in each other"),
         ({"to": "other"}, "is {folder}/other like that of the export hf"),
     ],
 )
@@ -97,8 +101,20 @@ def test_what_cannot_work_is_refused_at_its_place(
     monkeypatch.chdir(tmp_path)
     tables = {"hf": {"format": "npz", "to": "out"} | change, "other": {"format": "npz", "to": "other"}}
     with pytest.raises(Invalid) as refused:
-        load({"tiers": {"disk": {"kind": "posix", "path": "disk"}}, "exports": tables})
+        load({"tiers": {"disk": {"kind": "posix", "path": "disk"}, "far": FAR}, "exports": tables})
     assert told.format(folder=tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("exports", "told"),
+    [
+        ({"hf": 3}, r"exports\.hf: should be a table of settings, not 3"),
+        ([{"name": "hf", "format": "npz", "to": f"/{to}"} for to in "ab"], r"exports\.hf: there are two exports of this"),
+    ],
+)
+def test_what_is_not_one_table_for_each_export_is_refused(exports: Any, told: str) -> None:
+    with pytest.raises(Invalid, match=told):
+        load({"tiers": {"far": FAR}, "exports": exports})
 
 
 def test_a_wrong_line_of_a_file_is_named(tmp_path: Path) -> None:

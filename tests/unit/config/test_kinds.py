@@ -124,6 +124,8 @@ def test_a_kind_that_cannot_be_imported_harms_only_itself_and_names_its_package(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     entries.append(entry("shelf", "broken_tier:SHELF"))
     load({"tiers": {"disk": {"kind": "posix", "path": "/d"}}})
+    with pytest.raises(Invalid, match=r"known are az://, gs://, s3://"):
+        load("s4://bucket/run")
     with pytest.raises(
         Invalid,
         match=r"tiers\.shelf\.kind: the kind of tier `shelf`, which a package offers as broken_tier:SHELF, cannot be "
@@ -146,6 +148,7 @@ class Bare(TierConfig):
     ("value", "told"),
     [
         ("ShelfTier", "is no TierKind"),
+        ("NO_MODEL", "<class 'int'> is not a class derived from TierConfig"),
         ("INCOMPLETE", "Bare has no location and no capacity and no survives, as a field or a property"),
         ("NEAR", "only the kind `ram` is in memory, or seen by its node alone"),
         ("POSIX", "it is the kind `posix`"),
@@ -159,6 +162,7 @@ def test_an_entry_point_that_leads_to_no_complete_kind_is_refused(
         load(table())
 
 
+NO_MODEL = replace(SHELF, config=int)  # type: ignore[arg-type]
 INCOMPLETE = replace(SHELF, config=Bare)
 NEAR = replace(SHELF, scopes=("node",))
 
