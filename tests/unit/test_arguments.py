@@ -42,6 +42,12 @@ def test_a_metric_that_is_no_number_is_named_and_nothing_is_saved(store: SyncSto
     store.save(1, TREE, metrics={"loss": 1.0})
 
 
+def test_there_is_nothing_to_restore_from_an_empty_store_not_even_a_lossy_copy(store: SyncStore) -> None:
+    assert store.restore() is store.restore(lossy=True) is None
+    with pytest.raises(Invalid, match="give `like` or `into`, not both"):
+        store.restore(like=TREE, into=TREE)
+
+
 def test_a_cast_needs_a_tree_that_says_to_which_dtypes(store: SyncStore) -> None:
     store.save(1, {"w": np.arange(10.0), "b": np.arange(3)})
     for arguments in ({}, {"into": {"w": np.zeros(10, np.float32), "b": np.zeros(3, int)}}, {"as_": "saved"}):

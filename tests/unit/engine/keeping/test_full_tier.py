@@ -19,7 +19,7 @@ from support.scenes import CHUNK, SOON, Heard, Keeper, assert_restored, config, 
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
-from tieredckpt.errors import NoSpace
+from tieredckpt.errors import NoSpace, TierUnavailable
 from tieredckpt.events import RetentionCut, StepEvicted, StepPromoted, TierFailed, TierRecovered
 
 STEP = 2 * CHUNK
@@ -124,6 +124,38 @@ async def test_a_step_drives_out_older_ones_where_what_may_leave_and_what_was_fr
         with nullcontext() if 3 in left else pytest.raises(NoSpace):
             await newest.reached("disk")
         assert [info.step for info in await store.steps() if "disk" in info.tiers] == left
+
+
+async def test_a_step_off_the_branch_drives_out_none(shared_memory: Path, tmp_path: Path) -> None:
+    disk = folder(tmp_path / "disk", capacity=5 * (CHUNK + 4096) + CHUNK, retain="all", promote="never")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+        for step in (1, 2):
+            await store.save(step, state(step))
+            await store.promote(step, "disk")
+        await store.save(3, state(3))
+        await store.restore(2, resume=True)
+        await store.save(4, state(4))
+        with pytest.raises(NoSpace):
+            await store.promote(3, "disk")
+        assert await store.where(1) == ("ram", "disk")
+        await store.promote(4, "disk")
+        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [2, 4]
+
+
+async def test_dead_packs_make_room_before_any_step_does(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    disk = folder(tmp_path / "disk", capacity=5 * (CHUNK + 4096) + CHUNK, retain={"kind": "last_n", "n": 1})
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+        for step in (1, 2):
+            await (await store.save(step, state(step))).reached("disk")
+        faults["disk"].fail("delete", TierUnavailable("by script"), key="packs/*")
+        with pytest.raises(TierUnavailable):
+            await store.evict(1, "disk")
+        await store.save(3, state(3))
+        await (await store.save(4, state(4, nbytes=CHUNK))).reached("disk")
+        await store.flush()
+        assert [info.step for info in await store.steps() if "disk" in info.tiers][0] == 2
 
 
 async def test_a_step_drives_out_none_that_a_slower_tier_is_still_to_get(

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reliability.tiers import FaultyTiers
+from support.commit_scene import opened_scene
 from support.scenes import Keeper, assert_restored, assert_same, config, crash, folder, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -189,6 +190,25 @@ async def test_of_two_copies_evicted_at_once_one_stays(tmp_path: Path, faults: F
         held.release()
         await near
         assert await store.where(1) == ("far",)
+
+
+async def test_a_step_that_may_not_go_any_more_when_its_turn_comes_stays(shared_memory: Path, tmp_path: Path) -> None:
+    async with opened_scene(shared_memory, tmp_path) as scene:
+        evictor, steps = scene.store._life.engine.collector.evictor, scene.tier.steps
+
+        async def overtaken() -> bool:
+            async with steps.turn(scene.step):
+                evicting = asyncio.create_task(evictor.try_evict(scene.step, scene.tier))
+                while scene.step not in steps.leaving:
+                    await asyncio.sleep(0)
+                steps.pin(scene.step)
+            try:
+                return await evicting
+            finally:
+                steps.unpin(scene.step)
+
+        assert not await scene.store._life.loop.call(overtaken())
+        assert await scene.is_held()
 
 
 async def test_a_copy_on_a_tier_that_does_not_answer_counts_for_nothing(
