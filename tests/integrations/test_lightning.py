@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,25 @@ def test_the_checkpoint_before_slurm_ends_the_job_outlives_the_node(
     io._opened().store.close()
 
 
+@pytest.mark.parametrize(
+    ("names", "told"), [(["ram"], "no tier outlives it"), (["ram", "disk"], "is not on tier 'disk': ")], ids=len
+)
+def test_the_checkpoint_before_the_end_of_a_job_that_is_lost_with_the_node_is_told(
+    tmp_path: Path, shared_memory: Path, faults: FaultyTiers, caplog: pytest.LogCaptureFixture, names: Any, told: str
+) -> None:
+    store = rarely_on_disk(tmp_path, shared_memory / "ram")
+    io = program.TieredCheckpointIO({"store": {"name": "run"}, "tiers": {name: store["tiers"][name] for name in names}})
+    io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, tmp_path / "last.ckpt")
+    if "disk" in names:
+        faults.kill("disk")
+    io.save_checkpoint({"global_step": 3, "w": torch.zeros(3)}, tmp_path / "hpc_ckpt_1.ckpt")
+    assert "step 3, the last before the job ends," in caplog.text
+    assert told in caplog.text
+    if "disk" in names:
+        faults.revive("disk")
+    io._opened().store.close()
+
+
 def test_hyperparameters_that_no_store_takes_are_left_out_and_told_once(
     tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -334,6 +354,24 @@ def test_a_failing_tier_ends_no_training(tmp_path: Path, shared_memory: Path, fa
     assert store.where(15) == ("ram",)
     faults.revive("disk")
     store.close()
+
+
+def test_a_checkpoint_that_no_tier_takes_has_no_name_and_ends_no_training(
+    tmp_path: Path, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = {"kind": "posix", "path": str(tmp_path / "disk"), "fsync": False, "retries": 0}
+    io = program.TieredCheckpointIO({"tiers": {"disk": disk}})
+    io.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, tmp_path / "1.ckpt")
+    faults.kill("disk")
+    io.save_checkpoint({"global_step": 2, "w": torch.zeros(3)}, tmp_path / "2.ckpt")
+    assert "step 2 was not saved" in caplog.text
+    assert not (tmp_path / "2.ckpt").exists()
+    faults.revive("disk")
+    while not all(tier.healthy for tier in io._opened().store.tier_infos()):
+        time.sleep(0.01)
+    io.save_checkpoint({"global_step": 3, "w": torch.zeros(3)}, tmp_path / "3.ckpt")
+    assert io.load_checkpoint(tmp_path / "3.ckpt")["w"].tolist() == [0, 0, 0]
+    io._opened().store.close()
 
 
 def test_fabric_saves_and_loads(tmp_path: Path, shared_memory: Path) -> None:

@@ -309,7 +309,10 @@ policies = [
         ),
         (disk(path="/a$"), r"tiers\.disk\.path: .*write '\$\$'"),
         (disk(path="~nobody has this name/a"), r"tiers\.disk\.path: .*the home folder is not known; write the path"),
-        ({"store": {"promote_in": "agent"}, **disk()}, r"store\.promote_in: is `agent`, which promotes from a ram tier"),
+        (
+            {"store": {"promote_in": "agent"}, **disk()},
+            r"store\.promote_in: is `agent`, which promotes from a ram tier",
+        ),
         (disk(path=3), r"tiers\.disk\.path: should be a path"),
         (disk(name="other"), r"tiers\.disk\.name: its table is called disk"),
         (disk(promote="never"), r"tiers\.disk\.promote: the nearest tier gets every save"),

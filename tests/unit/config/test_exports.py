@@ -109,7 +109,10 @@ def test_what_cannot_work_is_refused_at_its_place(
     ("exports", "told"),
     [
         ({"hf": 3}, r"exports\.hf: should be a table of settings, not 3"),
-        ([{"name": "hf", "format": "npz", "to": f"/{to}"} for to in "ab"], r"exports\.hf: there are two exports of this"),
+        (
+            [{"name": "hf", "format": "npz", "to": f"/{to}"} for to in "ab"],
+            r"exports\.hf: there are two exports of this",
+        ),
     ],
 )
 def test_what_is_not_one_table_for_each_export_is_refused(exports: Any, told: str) -> None:

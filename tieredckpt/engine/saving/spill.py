@@ -114,8 +114,11 @@ async def stream(
         until_committed.callback(tier.packs.streamed_to.clear)
         streaming = _Streaming(state, collector, slower, snapshot, tier, passage)
         return tier, await streaming.write_all(), streaming.written
+    taken = (
+        "does not fit into RAM, and nothing slower can take it" if state.tiers[0].in_memory else "is taken by no tier"
+    )
     raise NoSpace(
-        f"the tree of {format_size(snapshot.nbytes)} does not fit into RAM, and nothing slower can take it: "
+        f"the tree of {format_size(snapshot.nbytes)} {taken}: "
         + ("; ".join(problems) or "there is no other tier; give the RAM tier a larger capacity, or add one")
     )
 

@@ -306,6 +306,14 @@ async def test_where_nothing_slower_can_take_it_the_error_says_why(opened: Any, 
         faults.revive("disk")
 
 
+async def test_of_a_store_without_ram_no_error_says_that_ram_is_too_small(tmp_path: Path, faults: FaultyTiers) -> None:
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")})) as store:
+        faults.kill("disk")
+        with pytest.raises(NoSpace, match=r"the tree of 384 KiB is taken by no tier: tier 'disk' failed \(.*dead"):
+            await store.save(1, state(1))
+        faults.revive("disk")
+
+
 async def test_without_a_slower_tier_the_error_says_what_to_do(shared_memory: Path) -> None:
     only = config({"ram": ram(shared_memory, capacity=SLAB, on_close="release")}, name="only-ram")
     async with CheckpointStore.open(only) as store:
