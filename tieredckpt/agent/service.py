@@ -83,8 +83,6 @@ class Service:
                             cancelled.cancel()
                     case messages.Goodbye():
                         return message
-                    case messages.Hello():
-                        pass  # it was read before
         finally:
             unsubscribe()
             tasks += self._work.values()

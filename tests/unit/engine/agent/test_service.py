@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from reliability.tiers import FaultyTiers
 from support.scenes import SOON, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.agent.service import Service
 from tieredckpt.engine.agent import messages
-from tieredckpt.engine.agent.wire import accept, connect, listen
+from tieredckpt.engine.agent.wire import Parted, accept, connect, listen
 from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.errors import Conflict
 
 
 async def test_a_request_that_is_cancelled_before_it_has_begun_leaves_nothing_behind(
@@ -86,4 +88,43 @@ async def test_a_commit_that_is_cancelled_keeps_its_packs_until_it_has_ended(
         await (await store.save(1, tree(1))).reached("disk")
         await store.flush()
         hold = faults["disk"].hold("put", key="steps/*/manifest.ocdbt", stubborn=True)
+        await store._life.loop.call(serve())
+
+
+async def test_what_a_trainer_that_ends_without_a_goodbye_has_taken_is_free_again(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    """Else its steps would never leave, and nothing would be promoted any more."""
+
+    async def serve() -> None:
+        engine = store._life.engine
+        disk, step = engine.state.tier("disk"), engine.state.find(1)
+        sock = listen(tmp_path)
+        accepting = asyncio.create_task(accept(sock))
+        trainer = await connect(tmp_path)
+        assert trainer is not None
+        wire = await accepting
+        running = asyncio.create_task(Service(engine, wire).run(()))
+        trainer.send(messages.Request(1, messages.Commit("disk", b"", b"", "", {})))
+        trainer.send(messages.Request(2, messages.Pin(step, "disk")))
+        trainer.send(messages.Request(3, messages.Lend("disk")))
+        failures: dict[int, object] = {}
+        while failures.keys() != {1, 2, 3}:
+            if isinstance(answer := await trainer.read(messages.FromAgent), messages.Response):
+                failures[answer.number] = answer.failure and answer.failure.error()
+        assert isinstance(failures.pop(1), Conflict), "it was not lent"
+        assert failures == {2: None, 3: None}
+        assert disk.steps.pins == {step: 1}
+        assert disk.packs.guard.locked()
+        await trainer.close()
+        with pytest.raises(Parted):
+            await running
+        assert not disk.steps.pins
+        assert not disk.packs.guard.locked()
+        await wire.close()
+        sock.close()
+
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}
+    async with CheckpointStore.open(config(tiers)) as store, asyncio.timeout(SOON):
+        await (await store.save(1, tree(1))).reached("disk")
         await store._life.loop.call(serve())

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from reliability.tiers import FaultyTiers
 from support.commit_scene import MANIFEST, Scene
 from support.insight import bytes_of_listed_steps, slab_of, tier_of
-from support.scenes import SOON, config, folder, polled, ram, taken_over, tree
+from support.scenes import SOON, assert_restored, config, folder, polled, ram, taken_over, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.wrap import Overdue
@@ -455,6 +455,20 @@ async def test_a_step_that_was_evicted_since_its_commit_was_misread_is_not_repai
     await scene.store._life.loop.call(repairing)
     assert await scene.is_gone()
     assert scene.step not in scene.tier.steps.damaged
+
+
+async def test_a_step_in_ram_whose_damaged_commit_nobody_remembers_leaves_ram_when_it_is_repaired(
+    quiet: Scene, shared_memory: Path
+) -> None:
+    """It could be read from there neither now nor later, and is no copy."""
+    (manifest,) = (shared_memory / "of-test").glob(f"ram/*/{MANIFEST}")
+    manifest.write_bytes(b"damaged")
+    tier_of(quiet.store, "ram").steps.indexes.forget(quiet.step)
+    (found,) = await quiet.store.verify(1, "ram", repair=True)
+    assert (found.repaired, found.lost) == (False, ())
+    assert not manifest.exists()
+    assert await quiet.store.where(1) == ("disk",)
+    assert_restored(await quiet.store.restore(1), tree(1))
 
 
 async def test_a_step_that_becomes_the_last_good_copy_while_its_eviction_waits_stays(
