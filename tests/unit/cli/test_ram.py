@@ -177,6 +177,18 @@ def test_a_fork_of_a_folder_that_is_not_there_makes_none(tmp_path: Path) -> None
     assert not (tmp_path / "mistyped").exists()
 
 
+def test_tiers_of_several_stores_or_of_none_are_not_forked(tmp_path: Path) -> None:
+    disks = [tmp_path / name for name in ("one", "other")]
+    one, other = (killed(disk, 1) for disk in disks)
+    both = tmp_path / "both.toml"
+    both.write_text("".join(f"[tiers.{disk.name}]\nkind = 'posix'\npath = '{disk}'\n" for disk in disks))
+    refused = run("fork", both)
+    assert refused.exit_code == 1
+    assert f"is of store {one} and tier 'other' of {other}; fork each folder on its own" in refused.output
+    shutil.rmtree(disks[0])  # RAM still has the store
+    assert f"there is no store at {disks[0]}, so there is nothing to fork" in run("fork", disks[0]).output
+
+
 def test_ram_that_is_in_use_is_not_forgotten(tmp_path: Path, root: Path) -> None:
     uuid = killed(tmp_path / "one", 1)
     with CheckpointStore.open(settings(tmp_path / "one")).sync() as store:
@@ -203,9 +215,14 @@ def test_what_holds_steps_of_another_store_is_not_adopted(tmp_path: Path) -> Non
     uuid = killed(disk, 1)
     shutil.rmtree(disk)
     killed(disk, 2)
-    refused = run("adopt", disk, "--ram", uuid)
+    for chosen in (["--ram", uuid], []):  # the RAM of its own store is no choice
+        refused = run("adopt", disk, *chosen)
+        assert refused.exit_code == 1
+        assert "holds steps of store" in refused.output
+    shutil.rmtree(disk)
+    refused = run("adopt", disk)
     assert refused.exit_code == 1
-    assert "holds steps of store" in refused.output
+    assert "RAM of several stores notes this place; choose one with --ram" in refused.output
     assert run("adopt", tmp_path / "new", "--ram", uuid).exit_code == 0
     assert newest(tmp_path / "new") == 1
 
