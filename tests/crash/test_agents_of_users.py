@@ -21,7 +21,7 @@ from tieredckpt import CheckpointStore, StoreConfig
 from tieredckpt.config import to_toml
 from tieredckpt.engine.agent.process import lives
 from tieredckpt.engine.agent.wire import SOCKET
-from tieredckpt.errors import Invalid
+from tieredckpt.errors import Conflict, Invalid
 
 
 @pytest.fixture
@@ -73,6 +73,21 @@ async def test_an_agent_of_the_user_serves_one_trainer_after_the_other_and_ends_
     assert not list(disk.glob("leases/*"))
 
 
+async def test_an_agent_of_the_user_refuses_a_trainer_of_another_configuration_and_waits_for_the_next(
+    admin: Callable[..., subprocess.Popen[str]], shared_memory: Path, ram_folder: Path, disk: Path
+) -> None:
+    agent = admin()
+    assert agent.stderr is not None
+    await asyncio.to_thread(agent.stderr.readline)  # it listens
+    other = config({"ram": ram(shared_memory), "disk": folder(disk, retain="all")}, promote_in="agent")
+    with pytest.raises(Conflict, match=f"process {agent.pid}, has another configuration than the trainer; end it, or"):
+        await CheckpointStore.open(other).__aenter__()
+    async with CheckpointStore.open(settings(shared_memory, folder(disk))) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        assert agent_of(ram_folder) == agent.pid
+
+
+@pytest.mark.usefixtures("interruptible")
 async def test_once_promotes_what_a_dead_trainer_left_and_ends(
     admin: Callable[..., subprocess.Popen[str]], shared_memory: Path, ram_folder: Path, disk: Path
 ) -> None:

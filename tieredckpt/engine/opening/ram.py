@@ -237,7 +237,8 @@ async def _noted(state: State, tier: Tier, known: dict[str, Place]) -> Place | N
     noted = known.get(place.location)
     if noted is not None and noted.seen and place.inode is None and place.location.startswith("/"):
         return noted  # what is seen now is not what the tier has: it is not mounted, or does not answer
-    if tier.marker is None:
+    # The marker of a tier that another process manages is only meant until that process has put it there.
+    if tier.marker is None or not (place.inode or tier.steps.held or state.manages(tier)):
         return known.get(place.location, msgspec.structs.replace(place, inode=None, seen=False))
     outlives = tier.survives if tier.blobs is not None else Survives.named(tier.config.survives or "process")
     return msgspec.structs.replace(place, seen=outlives >= Survives.NODE, lasting=outlives >= Survives.NODE)
@@ -245,9 +246,9 @@ async def _noted(state: State, tier: Tier, known: dict[str, Place]) -> Place | N
 
 async def keep_noted(state: State) -> None:
     """Write the note again whenever another tier becomes known, until cancelled."""
-    noted: list[bool] | None = None  # what came while the store was opened may not be noted yet
+    noted: list[tuple[bool, bool]] | None = None  # what came while the store was opened may not be noted yet
     while not being_cancelled():
-        known = [tier.marker is not None for tier in state.tiers[1:]]
+        known = [(tier.marker is not None, bool(tier.steps.held)) for tier in state.tiers[1:]]
         if known != noted:
             await note_owner(state)
             noted = known

@@ -10,19 +10,23 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from reliability.ranks import World
-from support.limits import descriptors_left
-from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, ram, ram_in
+from support.agents import end_agent, eventually
+from support.limits import descriptors_left, limit
+from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, ram, ram_in, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.ram import find
 from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.blobs.ram.folder import is_store_folder
+from tieredckpt.blobs.ram.owner import Place as PlaceOfTier
 from tieredckpt.blobs.ram.owner import read_owner
+from tieredckpt.engine.agent import process
 from tieredckpt.engine.opening.change_identity import fork
 from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.events import RamLeftAlone, TierFailed
@@ -527,3 +531,29 @@ async def test_the_version_before_is_refused_where_this_one_has_ram(
         with pytest.raises(Conflict, match="is not a folder of user"):
             check_of_the_version_before(place.shared_memory / "user" / "run")
     assert not (place.shared_memory / "user").exists()
+
+
+async def test_steps_in_ram_are_found_again_though_no_agent_ever_came(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have marked the folder; so an empty one is not one that somebody has emptied."""
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")}, promote_in="agent")
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "sys", SimpleNamespace(executable="/bin/false"))
+        limit(patch, agent_silence=0.5)
+        store = await CheckpointStore.open(settings)
+        await store.save(1, tree(1))
+        await crash(store)
+    try:
+        async with CheckpointStore.open(settings) as store:
+            assert_restored(await store.restore(), tree(1))
+            await store.flush()
+            await asyncio.to_thread(eventually, lambda: noted(store).seen, "the folder is noted once it has a step")
+    finally:
+        end_agent(shared_memory / "of-test" / "ram")
+
+
+def noted(store: CheckpointStore) -> PlaceOfTier:
+    owner = read_owner(Path(store._life.engine.state.tiers[0].store.location))
+    assert owner is not None
+    return owner.places[0]
