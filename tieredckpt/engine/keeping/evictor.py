@@ -34,7 +34,9 @@ class Evictor:
         self._state = state
 
     async def evict(self, step: StepId, tier: Tier, *, deleted: bool = False) -> None:
-        """Retract one step from one tier; ``deleted``: a person deletes the step, which promise 6 does not keep then.
+        """Retract one step from one tier that this process manages.
+
+        ``deleted``: a person deletes the step, which promise 6 does not keep then.
 
         Raises:
             NotFound: the tier does not hold it.
@@ -42,8 +44,6 @@ class Evictor:
         """
         if not tier.steps.keeps(step):
             raise NotFound(f"tier {tier.name!r} does not hold {step}")
-        if not self._state.manages(tier):
-            raise Conflict(f"tier {tier.name!r} is shared by all ranks, and rank 0 alone deletes there; ask it there")
 
         def check() -> None:
             if deleted:
