@@ -49,11 +49,6 @@ class CastTarget:
         """Items."""
         return self.array.size
 
-    @property
-    def nbytes(self) -> int:
-        """As it is stored."""
-        return self.size * self.dtype.itemsize
-
 
 Target = npt.NDArray[Any] | DeviceTarget | CastTarget
 """Memory that an array of a step is read into."""
@@ -295,11 +290,8 @@ def _each_once(pieces: Iterable[Piece]) -> list[Piece]:
 
 def _both(one: Piece, other: Piece) -> Piece:
     direct, second = (one, other) if one.target.size else (other, one)
-    overlaps = direct.overlaps + second.overlaps
-    if second.target.size:
-        memory = second.target
-        overlaps += (Overlap(second.array, (second.nbytes,), (slice(memory.size),), memory.dtype, memory),)
-    return Piece(one.key, one.ordinal, one.nbytes, one.chunk, direct.target, overlaps)
+    assert not second.target.size, "two boxes without a common item have not both all of a chunk"
+    return Piece(one.key, one.ordinal, one.nbytes, one.chunk, direct.target, direct.overlaps + second.overlaps)
 
 
 def _part(array: npt.NDArray[Any], items: tuple[slice, ...]) -> npt.NDArray[Any]:
