@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cuts import boxes_between
 from support.insight import flip_chunk, index_of, tier_of
-from support.scenes import Heard, config, folder, ram
+from support.scenes import CHUNK, Heard, config, folder, ram
 from support.trees import arrays, indexed
 
 from tieredckpt import CheckpointStore, Shard, Sharded
@@ -323,3 +323,25 @@ async def test_reads_of_many_ranks_at_once_from_one_process_agree(two_tiers: Sto
     for restored in found:
         assert restored is not None
         assert_pieces(restored.tree["w"], whole)
+
+
+async def test_a_part_of_a_damaged_compressed_chunk_is_read_from_another_tier(
+    tmp_path: Path, shared_memory: Path
+) -> None:
+    """Its frame is sound, but what is in it has another digest."""
+    whole = np.random.default_rng(0).integers(0, 255, CHUNK, np.uint8)
+    tiers = {
+        "ram": ram(shared_memory),
+        "near": folder(tmp_path / "near", codec="fast"),
+        "far": folder(tmp_path / "far"),
+    }
+    async with CheckpointStore.open(config(tiers)) as store:
+        await store.save(1, {"w": whole})
+        await store.flush()
+        await store.evict(1, "ram")
+        await flip_chunk(store, "near", 1, "w")
+        half = Shard(np.zeros(CHUNK // 2, np.uint8), whole.shape, (CHUNK // 4,))
+        restored = await store.restore(like={"w": half})
+        assert restored is not None
+        assert restored.tree["w"].array.tobytes() == whole[CHUNK // 4 : 3 * CHUNK // 4].tobytes()
+        assert restored.sources.keys() == {"far"}
