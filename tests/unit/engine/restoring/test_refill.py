@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from support.agents import eventually
 from support.scenes import config, folder, ram
 from support.trees import TREES, fingerprint, setting
 
@@ -211,13 +212,18 @@ def test_a_restore_into_a_known_tree_is_not_planned_anew(shared_memory: Path, mo
 
 
 def test_no_array_that_was_restored_into_is_kept(stores: tuple[SyncStore, Callable[[], SyncStore]]) -> None:
+    watched = []
     for _ in range(2):
         into = tree_of(2)
-        watched = weakref.ref(into["w"]["a"])
+        watched.append(weakref.ref(into["w"]["a"]))
         stores[0].restore(into=into, resume=False)
         del into
+
+    def none_is_left() -> bool:
         gc.collect()
-        assert watched() is None
+        return not any(each() is not None for each in watched)
+
+    eventually(none_is_left, "an array is kept")  # at once, but for a thread that has filled it just now
 
 
 def test_tensors_are_filled_by_their_form_too() -> None:
