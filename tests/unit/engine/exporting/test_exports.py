@@ -228,7 +228,7 @@ def test_a_policy_that_fails_exports_and_deletes_nothing(
     assert f"the policy `{next(iter(fails))}` of the export 'hf' failed" in caplog.text
 
 
-@pytest.mark.parametrize("what", ["next_due", "leaving"])
+@pytest.mark.parametrize("what", ["next_due", "not_kept"])
 def test_a_look_that_fails_unexpectedly_is_told_and_made_again(
     open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
