@@ -10,6 +10,7 @@ this process.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -196,12 +197,14 @@ class _CudaDriver:
         _on_a_thread_that_ends("cudaHostUnregister", address(memory))
 
     def pinned(self, nbytes: int) -> Bytes:
+        # Of copies to and from the start of its memory, and no other place, torch keeps the stream, and records an
+        # event there when the memory is freed. A device that has failed refuses that, which ends the process.
         try:
             with _beside_captures():
-                memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+                memory = torch.empty(mmap.PAGESIZE + nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         except RuntimeError as error:
             raise OSError(str(error)) from error
-        return memory
+        return memory[mmap.PAGESIZE :]
 
     def in_use(self) -> Sequence[Device]:
         return list(map(_device, _begun()))

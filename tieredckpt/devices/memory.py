@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +20,8 @@ __all__ = ["BUFFER", "HostMemory", "Registered"]
 
 _log = logging.getLogger("tieredckpt")
 
-BUFFER = 64 << 20
-"""Bytes of a page-locked buffer; more only where a chunk is larger."""
+BUFFER = (64 << 20) - mmap.PAGESIZE
+"""Bytes of a page-locked buffer; more only where chunks are larger. torch rounds them up to a power of two."""
 _REGISTERED_AT_ONCE = 64 << 20
 """Bytes that are registered at once, as one range.
 

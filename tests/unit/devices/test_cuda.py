@@ -7,6 +7,7 @@ and layouts; order and page-locking are for the fake device, and for ``pytest -m
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,7 @@ torch = pytest.importorskip("torch")
 from tieredckpt import CheckpointStore, DeviceUnavailable, Invalid
 from tieredckpt.config import StoreConfig
 from tieredckpt.devices import cuda, drivers
+from tieredckpt.devices.base import address
 from tieredckpt.engine.saving.lazy import _fingerprint, _is_unchanged
 from tieredckpt.tree import torch_leaves
 
@@ -158,6 +160,22 @@ def test_page_locked_memory_is_of_the_host_wherever_new_tensors_of_the_program_l
     monkeypatch.setattr(torch, "empty", empty)
     assert cuda.DRIVER.pinned(4096).nbytes == 4096
     assert wanted == [(True, "cpu")]
+
+
+def test_page_locked_memory_does_not_start_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or torch records an event when it is freed, which ends the process if the device has failed meanwhile."""
+    plain, made = torch.empty, list[Any]()
+
+    def empty(*shape: int, pin_memory: bool, **how: Any) -> Any:
+        made.append(plain(*shape, **how))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", empty)
+    memory = cuda.DRIVER.pinned(4096)
+    (whole,) = made
+    assert whole.data_ptr() < address(memory)
+    assert address(memory) % mmap.PAGESIZE == whole.data_ptr() % mmap.PAGESIZE
+    assert address(memory) + memory.nbytes <= whole.data_ptr() + whole.nbytes
 
 
 @pytest.mark.parametrize("capture", ["copy", "lazy"])
