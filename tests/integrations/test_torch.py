@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 from integrations.torch_program import Augmented, buffers_of, model_of_ranks, store_in, trained, weights_of
 
 from tieredckpt import CheckpointStore, Invalid, NotFound, SyncStore, TierUnavailable
+from tieredckpt.integrations._rng import rng_state, set_rng_state
 from tieredckpt.integrations.torch import TrainingState
 
 PROGRAM = Path(__file__).with_name("torch_program.py")
@@ -343,6 +344,43 @@ def test_rank_0_alone_warns_of_generators_that_were_not_saved(caplog: pytest.Log
         assert "rng=False" not in caplog.text
         TrainingState()._check_parts_of_rank(3, rank, {})
     assert "step 3 was saved with rng=False" in caplog.text
+
+
+def generators(count: int, monkeypatch: pytest.MonkeyPatch, current: int = 0) -> Any:
+    """Those of so many CUDA devices; a row each."""
+    states = torch.randint(0, 256, (count, 16), dtype=torch.uint8)
+
+    def of(index: int | None = None) -> Any:
+        return states[current if index is None else index]
+
+    for name, function in (
+        ("is_available", lambda: True),
+        ("is_initialized", lambda: True),
+        ("device_count", lambda: count),
+        ("get_rng_state", lambda: of().clone()),
+        ("get_rng_state_all", lambda: [each.clone() for each in states]),
+        ("set_rng_state", lambda state, index=None: of(index).copy_(state)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, function)
+    return states
+
+
+def test_the_generators_of_all_devices_of_a_process_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout in a layer on the second one draws from its own."""
+    saved = generators(4, monkeypatch, current=2).clone()
+    state = rng_state()
+    others = generators(4, monkeypatch, current=2)
+    assert not torch.equal(others, saved)
+    set_rng_state(state)
+    assert torch.equal(others, saved)
+    alone = generators(1, monkeypatch)  # a process that sees its own device only
+    set_rng_state(state)
+    assert torch.equal(alone, saved[2:3])
+    state = rng_state()
+    two = generators(2, monkeypatch, current=1)
+    expected = torch.stack([two[0], saved[2]])
+    set_rng_state(state)
+    assert torch.equal(two, expected)
 
 
 def test_parts_of_a_rank_that_the_step_lacks_or_has_besides_are_named(

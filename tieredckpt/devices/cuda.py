@@ -201,10 +201,11 @@ class _CudaDriver:
         # event there when the memory is freed. A device that has failed refuses that, which ends the process.
         try:
             with _beside_captures():
-                memory = torch.empty(mmap.PAGESIZE + nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+                whole = torch.empty(mmap.PAGESIZE + nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             raise OSError(str(error)) from error
-        return memory[mmap.PAGESIZE :]
+        memory: Bytes = whole.numpy()[mmap.PAGESIZE :]
+        return memory
 
     def in_use(self) -> Sequence[Device]:
         return list(map(_device, _begun()))

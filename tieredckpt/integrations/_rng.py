@@ -21,6 +21,8 @@ def rng_state() -> dict[str, Any]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
+        if torch.cuda.device_count() > 1:
+            state["cuda_devices"] = torch.stack(torch.cuda.get_rng_state_all())
     return state
 
 
@@ -30,4 +32,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
+        for index, each in enumerate(state.get("cuda_devices", ())[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(each, index)
+        # Last: where the process sees other devices than it did, its own one has another number.
         torch.cuda.set_rng_state(state["cuda"])

@@ -54,7 +54,7 @@ class TrainingState:
     DTensors, and those of a single number must be equal on all ranks.
 
     Args:
-        rng: save the states of the random number generators of Python, NumPy, torch and this process's CUDA device.
+        rng: save the states of the random number generators of Python, NumPy, torch and its CUDA devices.
         per_rank: names of further parts that every rank has of its own. Data loaders and generators always are; they
             are restored only on as many ranks as saved them.
         parts: by name, such as ``model=`` and ``optimizer=``.
