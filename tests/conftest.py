@@ -75,6 +75,12 @@ _LONG = ("test_examples.py", "test_example_packages.py", "test_style.py")
 """Files that take longer than those around them; they go first, so that no process is left with one at the end."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide CUDA devices from all tests but theirs: frameworks would train on them, which forked processes cannot."""
+    if "cuda" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the fast lane, but for those of its tests that are slow, need shared memory, a process or a store."""
     items.sort(key=lambda item: item.path.name not in _LONG)

@@ -466,21 +466,23 @@ def test_weights_that_are_not_those_of_the_step_are_not_taken_for_them(tmp_path:
     io._opened().store.close()
 
 
+@pytest.mark.parametrize("strided", [False, True])
 def test_other_tensors_under_the_same_names_replace_no_step_that_another_path_names(
-    tmp_path: Path, shared_memory: Path
+    tmp_path: Path, shared_memory: Path, strided: bool
 ) -> None:
     """As of Fabric, which saves a model and then the mean of its weights."""
+    ones = torch.ones(3)[1::2] if strided else torch.ones(3)  # of one item, which is contiguous
     io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
-    io.save_checkpoint({"step": 1, "model": {"w": torch.ones(3)}, "loss": 1.0}, tmp_path / "model.ckpt")
-    io.save_checkpoint({"step": 1, "model": {"w": torch.zeros(3)}, "loss": 1.0}, tmp_path / "mean.ckpt")
-    assert torch.equal(io.load_checkpoint(tmp_path / "model.ckpt")["model"]["w"], torch.ones(3))
-    assert torch.equal(io.load_checkpoint(tmp_path / "mean.ckpt")["model"]["w"], torch.zeros(3))
-    io.save_checkpoint({"step": 1, "model": {"w": torch.ones(3)}, "loss": 2.0}, tmp_path / "last.ckpt")
+    io.save_checkpoint({"step": 1, "model": {"w": ones}, "loss": 1.0}, tmp_path / "model.ckpt")
+    io.save_checkpoint({"step": 1, "model": {"w": 0 * ones}, "loss": 1.0}, tmp_path / "mean.ckpt")
+    assert torch.equal(io.load_checkpoint(tmp_path / "model.ckpt")["model"]["w"], ones)
+    assert torch.equal(io.load_checkpoint(tmp_path / "mean.ckpt")["model"]["w"], 0 * ones)
+    io.save_checkpoint({"step": 1, "model": {"w": ones}, "loss": 2.0}, tmp_path / "last.ckpt")
     for name in ("model", "last"):  # the same tensors: both mean the last save
         assert io.load_checkpoint(tmp_path / f"{name}.ckpt")["loss"] == 2.0
-    io.save_checkpoint({"step": 2, "model": {"w": torch.ones(3)}}, tmp_path / "one.ckpt")
-    io.save_checkpoint({"step": 2, "model": {"w": torch.zeros(3)}}, tmp_path / "one.ckpt")  # written over, as a file is
-    assert torch.equal(io.load_checkpoint(tmp_path / "one.ckpt")["model"]["w"], torch.zeros(3))
+    io.save_checkpoint({"step": 2, "model": {"w": ones}}, tmp_path / "one.ckpt")
+    io.save_checkpoint({"step": 2, "model": {"w": 0 * ones}}, tmp_path / "one.ckpt")  # written over, as a file is
+    assert torch.equal(io.load_checkpoint(tmp_path / "one.ckpt")["model"]["w"], 0 * ones)
     assert io._opened().store.all_steps() == (1, 2)
     io._opened().store.close()
 

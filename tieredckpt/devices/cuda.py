@@ -126,7 +126,7 @@ class _CudaStream:
         with self._working():
             direct = target.is_contiguous() and not target.is_conj() and not target.is_neg()
             landing = target if direct else torch.empty_like(target, memory_format=torch.contiguous_format)
-            flat = landing.reshape(-1).view(torch.uint8)
+            flat = _bytes_of(landing)
             start = 0
             for source in sources:
                 end = start + source.size
@@ -150,8 +150,12 @@ class _CudaStream:
 
 def _flat(source: Any) -> Any:
     """The row-major bytes, on the device; a copy if ``source`` is not contiguous, in memory of the current stream."""
-    plain = source.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    return _bytes_of(source.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _bytes_of(contiguous: Any) -> Any:
+    # A tensor of one item is contiguous whatever its strides are, and `view` and `reshape` keep them.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +283,7 @@ def _raw_bytes(source: Any) -> Any:
         found = found.conj().resolve_conj()
     if negative:
         found = found.neg()
-    return found.contiguous().reshape(-1).view(torch.uint8)
+    return _bytes_of(found.contiguous())
 
 
 def _brought(plain: Any) -> Any:

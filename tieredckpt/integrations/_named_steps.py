@@ -322,10 +322,10 @@ def _equal(stored: Any, live: Any) -> bool:
     if not isinstance(live, torch.Tensor):
         return True
     host = live.detach().cpu().contiguous()
-    same = isinstance(stored, np.ndarray) and stored.shape == tuple(host.shape)
-    return same and np.array_equal(
-        np.ascontiguousarray(stored).reshape(-1).view(np.uint8), host.reshape(-1).view(torch.uint8).numpy()
-    )
+    if not isinstance(stored, np.ndarray) or stored.shape != tuple(host.shape):
+        return False
+    flat = host.as_strided((host.numel(),), (1,))  # one item is contiguous whatever its strides are
+    return np.array_equal(np.ascontiguousarray(stored).reshape(-1).view(np.uint8), flat.view(torch.uint8).numpy())
 
 
 def check_local(path: str | os.PathLike[str]) -> None:

@@ -82,7 +82,7 @@ def tensor_of(dtype: Any, shape: tuple[int, ...], device: str, seed: int = 0) ->
 
 
 def raw(tensor: Any) -> bytes:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     found: bytes = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return found
 
@@ -95,6 +95,7 @@ def tree_on(device: str, seed: int) -> dict[str, Any]:
         "scalar": torch.tensor(float(seed), device=device),
         "empty": torch.empty(0, 3, device=device),
         "strided": tensor_of(torch.float32, (90, 400), device, seed)[::2, 1::3],
+        "one of many": tensor_of(torch.float32, (9,), device, seed)[::4][2:],
         "expanded": tensor_of(torch.float32, (1, 7000), device, seed).expand(5, 7000),
         "conjugate": tensor_of(torch.complex64, (5000,), device, seed).conj(),
         "parameter": torch.nn.Parameter(tensor_of(torch.float32, (9000,), device, seed)),
