@@ -6,8 +6,8 @@ A copy goes directly to or from registered memory. Other memory is copied throug
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -19,12 +19,21 @@ from tieredckpt.devices.base import Bytes, Device, Driver, Event, Stream
 from tieredckpt.devices.memory import BUFFER, HostMemory
 from tieredckpt.errors import DeviceUnavailable
 
-__all__ = ["Flight", "Link"]
+__all__ = ["Flight", "Link", "naming"]
 
 T = TypeVar("T")
 
 _AHEAD = 3
 """Copies that a thread has in flight; two of chunks that are larger than a third of a buffer."""
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Begin the message of a `DeviceUnavailable` with what it means for an array."""
+    try:
+        yield
+    except DeviceUnavailable as error:
+        raise DeviceUnavailable(f"{what}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

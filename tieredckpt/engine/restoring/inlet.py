@@ -19,9 +19,8 @@ import numpy as np
 
 from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.devices.base import Bytes
-from tieredckpt.devices.link import Link
+from tieredckpt.devices.link import Link, naming
 from tieredckpt.devices.memory import HostMemory
-from tieredckpt.errors import DeviceUnavailable
 from tieredckpt.format.layout import aligned
 from tieredckpt.tree.arrays import row_major_bytes
 from tieredckpt.tree.device_target import DeviceTarget
@@ -91,7 +90,7 @@ class Inlet:
         scratch = self._scratch.array
         if np.may_share_memory(source, scratch) and self._memory.within(target.device.driver, source) is None:
             self._memory.extend(scratch, self._scratch.reserved)  # it has grown
-        with _naming(key):
+        with naming(f"array {key!r} was not filled"):
             link.copy_in(key, target.device, source, array, target.ready)
 
     def land(self, link: Link[str]) -> None:
@@ -101,17 +100,9 @@ class Inlet:
 
     def _land_one(self, link: Link[str]) -> None:
         flight = link.land()
-        with _naming(flight.what):
+        with naming(f"array {flight.what!r} was not filled"):
             flight.landed.wait()
         link.done(flight)
-
-
-@contextmanager
-def _naming(key: str) -> Iterator[None]:
-    try:
-        yield
-    except DeviceUnavailable as error:
-        raise DeviceUnavailable(f"array {key!r} was not filled: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

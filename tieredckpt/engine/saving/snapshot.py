@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress, zip_longest
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.devices.base import Device
-from tieredckpt.devices.link import Link
+from tieredckpt.devices.link import Link, naming
 from tieredckpt.devices.memory import HostMemory
 from tieredckpt.engine.saving.cells import Cell, DeviceCell, cells_here, cells_of, cells_on_device, in_0_and_1
 from tieredckpt.engine.saving.outlet import Outlet
@@ -231,7 +231,8 @@ class Snapshot:
                 target = memory[: cell.nbytes]
                 under_way = len(link)
                 try:
-                    link.copy_out((cell, offset, target), cell.device, cell.source, *cell.goes_to(target))
+                    with self._naming(cell):
+                        link.copy_out((cell, offset, target), cell.device, cell.source, *cell.goes_to(target))
                 except BaseException:
                     if len(link) == under_way:  # else `_give_up` knows of it
                         room.release(offset, cell.nbytes)
@@ -244,12 +245,16 @@ class Snapshot:
             self.pending.appendleft(cell)
             self.full = True
 
+    def _naming(self, cell: Cell) -> AbstractContextManager[None]:
+        return naming(f"array {self.plan.keys[cell.array]!r} was not copied")
+
     def _land(self, link: Link[_Begun], room: Room) -> None:
         """Digest the oldest cell that a device copies."""
         flight = link.land()
         cell, offset, target = flight.what
         try:
-            flight.landed.wait()
+            with self._naming(cell):
+                flight.landed.wait()
             now = cell.arrived(flight.buffer, target)
         except BaseException:
             room.release(offset, cell.nbytes)
