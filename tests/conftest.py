@@ -7,6 +7,7 @@ import gc
 import importlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -77,7 +78,7 @@ _LONG = ("test_examples.py", "test_example_packages.py", "test_style.py")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide CUDA devices from all tests but theirs: frameworks would train on them, which forked processes cannot."""
-    if "cuda" not in config.option.markexpr:
+    if not re.search(r"(?<!not )\bcuda\b", config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

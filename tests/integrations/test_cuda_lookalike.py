@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +23,47 @@ MEMORY = 200_000_000
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
-def failing(folder: Path) -> None:
-    """What a process does whose device fails beside its saves."""
+def failing(folder: Path, seed: int) -> None:
+    """What a process does whose first device fails at some moment; it is to end, and keep what it had saved."""
     import torch
     from support.cuda_lookalike import kernels  # noqa: F401
 
     from tieredckpt import CheckpointStore, DeviceUnavailable
 
-    state = {f"w{i}": torch.full((1 << 18,), float(i), device="cuda") for i in range(9)}
+    chance, fails = random.Random(seed), threading.Event()
+    state = {f"w{i}": torch.full((1 << 16,), float(i), device=f"cuda:{i % 2}") for i in range(12)}
+    state |= {f"small {i}": torch.full((50,), float(i), device="cuda") for i in range(30)}
+    state["turned"] = torch.randn(300, 400, device="cuda").T
     tiers: Any = {"ram": {"kind": "ram", "path": str(folder / "ram"), "capacity": "64 MiB"}}
-    tiers["disk"] = {"kind": "posix", "path": str(folder / "disk"), "fsync": False}
-    with CheckpointStore.open_sync({"tiers": tiers}) as store:
-        store.save(1, state)
-        store.save(2, state, capture="lazy")
-        store.save(3, state, capture="lazy").captured()
-        ctypes.CDLL("libcuda.so.1").cuda_lookalike_fail(700)
-        for act in (
-            lambda: store.save(4, state),
-            lambda: store.save(5, state, capture="lazy").captured(),
-            lambda: store.restore(into=state),
-        ):
-            with pytest.raises(DeviceUnavailable, match=r"cuda:0.*illegal memory access"):
-                act()
-        restored = store.restore(as_="numpy")
-        assert restored is not None
-        assert restored.step == 3
-        for i in range(9):
-            assert (restored.tree[f"w{i}"] == i).all()
+    tiers["disk"] = {"kind": "posix", "path": str(folder / "disk"), "fsync": False, "retain": "all"}
+    captured: list[int] = []
+    told: list[str] = []
+    with CheckpointStore.open_sync({"tiers": tiers, "store": {"chunk_size": "100 KiB"}}) as store:
+
+        def fail() -> None:
+            ctypes.CDLL("libcuda.so.1").cuda_lookalike_fail(700)
+            fails.set()
+
+        timer = threading.Timer(chance.uniform(0.0, 0.5), fail)
+        timer.start()
+        for step in range(1, 1000):
+            try:
+                store.save(step, state, capture=chance.choice(["copy", "lazy"])).captured()
+                captured.append(step)
+                if chance.random() < 0.3:
+                    store.restore(**{chance.choice(["like", "into"]): state})
+            except DeviceUnavailable as error:
+                told.append(str(error))
+                if chance.random() < 0.3:
+                    break
+        assert fails.is_set()
+        assert all("illegal memory access" in each for each in told)
+        restored = store.restore(as_="numpy", resume=False)
+        assert (restored.step if restored is not None else 0) == max(captured, default=0)
+        if restored is not None:
+            assert all((restored.tree[f"w{i}"] == i).all() for i in range(12))
         store.flush()
-        assert [each.step for each in store.steps() if "disk" in each.tiers] == [1, 2, 3]
+        assert [each.step for each in store.steps() if "disk" in each.tiers] == captured
 
 
 def run(folder: Path, *command: str, **settings: int) -> str:
@@ -76,6 +90,12 @@ def test_what_needs_a_device_holds_over_the_look_alike(tmp_path: Path, lockable:
     assert "CUDA devices" not in told, "a test was skipped that the look-alike has the devices for"
 
 
-def test_a_device_that_fails_ends_neither_the_process_nor_what_was_saved(tmp_path: Path, shared_memory: Path) -> None:
+@pytest.mark.timeout(2 * SOON)
+@pytest.mark.parametrize("lockable", [1 << 40, 0])
+def test_a_device_that_fails_ends_neither_the_process_nor_what_was_saved(
+    lockable: int, tmp_path: Path, shared_memory: Path
+) -> None:
     imports = "from integrations.test_cuda_lookalike import Path, failing"
-    run(tmp_path, "-c", f"{imports}; failing(Path({str(shared_memory)!r}))", speed=SPEED)
+    for seed in range(2):
+        arguments = f"Path({str(shared_memory / str(seed))!r}), {seed}"
+        run(tmp_path, "-c", f"{imports}; failing({arguments})", speed=SPEED, lockable=lockable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +62,23 @@ OPERATIONS = ["copy", "lazy", "copy", "lazy", "change", "change later", "like", 
 
 
 @settings(max_examples=25)
-@given(state=states(), operations=st.lists(st.sampled_from(OPERATIONS), min_size=3, max_size=12), store=st.data())
+@given(
+    state=states(),
+    operations=st.lists(st.sampled_from(OPERATIONS), min_size=3, max_size=12),
+    past_ram=st.booleans(),
+    how=st.fixed_dictionaries({"threads": st.integers(1, 3), "lazy_guard": st.sampled_from(["versions", "digests"])}),
+)
 def test_a_state_comes_back_whatever_its_layout_is_and_what_is_under_way(
-    state: dict[str, Any], operations: list[str], store: Any
+    state: dict[str, Any], operations: list[str], past_ram: bool, how: dict[str, Any]
 ) -> None:
     memory = new_shared_folder()
     tiers = {"ram": ram(memory), "disk": folder(memory / "disk", retain="all")}
-    if store.draw(st.booleans(), "past RAM"):
+    if past_ram:
         del tiers["ram"]
-    how: Any = {
-        "threads": store.draw(st.integers(1, 3)),
-        "lazy_guard": store.draw(st.sampled_from(["versions", "digests"])),
-    }
     saved: dict[int, dict[str, bytes]] = {}
-    opened = CheckpointStore.open_sync(config(tiers, **how))
-    try:
+    with ExitStack() as until_end:
+        until_end.callback(shutil.rmtree, memory)
+        opened = until_end.enter_context(CheckpointStore.open_sync(config(tiers, **how)))
         for seed, operation in enumerate(operations):
             if operation in {"copy", "lazy"}:
                 saved[seed] = {key: bits(each) for key, each in state.items()}
@@ -88,7 +91,7 @@ def test_a_state_comes_back_whatever_its_layout_is_and_what_is_under_way(
                     each.copy_(of(seed, each).pin_memory(), non_blocking=True)
             elif operation == "reopen":
                 opened.close()
-                opened = CheckpointStore.open_sync(config(tiers, **how))
+                opened = until_end.enter_context(CheckpointStore.open_sync(config(tiers, **how)))
             elif saved:
                 way: Any = {"as_": "torch"} if operation == "torch" else {operation: state}
                 restored = opened.restore(**way)
@@ -96,9 +99,6 @@ def test_a_state_comes_back_whatever_its_layout_is_and_what_is_under_way(
                 assert restored.step == max(saved)
                 found = state if operation == "into" else restored.tree
                 assert {key: bits(each) for key, each in found.items()} == saved[restored.step]
-    finally:
-        opened.close()
-        shutil.rmtree(memory)
 
 
 def test_a_graph_that_is_captured_beside_saves_and_restores_is_not_ended(tmp_path: Path, shared_memory: Path) -> None:

@@ -466,12 +466,16 @@ def test_weights_that_are_not_those_of_the_step_are_not_taken_for_them(tmp_path:
     io._opened().store.close()
 
 
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("form", ["plain", "strided", "conjugate"])
 def test_other_tensors_under_the_same_names_replace_no_step_that_another_path_names(
-    tmp_path: Path, shared_memory: Path, strided: bool
+    tmp_path: Path, shared_memory: Path, form: str
 ) -> None:
     """As of Fabric, which saves a model and then the mean of its weights."""
-    ones = torch.ones(3)[1::2] if strided else torch.ones(3)  # of one item, which is contiguous
+    ones = {
+        "plain": torch.ones(3),
+        "strided": torch.ones(3)[1::2],  # of one item, which is contiguous
+        "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
+    }[form]
     io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     io.save_checkpoint({"step": 1, "model": {"w": ones}, "loss": 1.0}, tmp_path / "model.ckpt")
     io.save_checkpoint({"step": 1, "model": {"w": 0 * ones}, "loss": 1.0}, tmp_path / "mean.ckpt")

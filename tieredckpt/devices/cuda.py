@@ -202,7 +202,8 @@ class _CudaDriver:
 
     def pinned(self, nbytes: int) -> Bytes:
         # Of copies to and from the start of its memory, and no other place, torch keeps the stream, and records an
-        # event there when the memory is freed. A device that has failed refuses that, which ends the process.
+        # event there when the memory is freed. A device that has failed refuses that, which ends the process. So torch
+        # does not know of copies here: the memory is let go when they have ended.
         try:
             with _beside_captures():
                 whole = torch.empty(mmap.PAGESIZE + nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -24,7 +24,7 @@ __all__ = ["Flight", "Link", "naming"]
 T = TypeVar("T")
 
 _AHEAD = 3
-"""Copies that a thread has in flight; two of chunks that are larger than a third of a buffer."""
+"""Copies that a thread has in flight; fewer of chunks that are larger than a third of a buffer."""
 
 
 @contextmanager
@@ -80,7 +80,7 @@ class Link(Generic[T]):
         self, memory: HostMemory, stream: Callable[[Device], AbstractContextManager[Stream]], part: int
     ) -> None:
         self._memory, self._stream, self._part = memory, stream, part
-        self._ahead = min(_AHEAD, max(2, BUFFER // part))
+        self._ahead = max(1, min(_AHEAD, BUFFER // part))
         self._streams: dict[Device, Stream] = {}
         self._ready: dict[Device, Event] = {}
         """The event for which the stream of a device waits already."""

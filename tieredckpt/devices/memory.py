@@ -20,8 +20,8 @@ __all__ = ["BUFFER", "HostMemory", "Registered"]
 
 _log = logging.getLogger("tieredckpt")
 
-BUFFER = (64 << 20) - mmap.PAGESIZE
-"""Bytes of a page-locked buffer; more only where chunks are larger. torch rounds them up to a power of two."""
+BUFFER = 64 << 20
+"""Bytes of a page-locked buffer; more only for chunks of 32 MiB and larger."""
 _REGISTERED_AT_ONCE = 64 << 20
 """Bytes that are registered at once, as one range.
 
@@ -212,7 +212,8 @@ class HostMemory:
             place = next((i for i, each in enumerate(free) if each.size >= nbytes), None)
             memory = None if place is None else free.pop(place)
         if memory is None:
-            memory = self._new_buffer(driver, max(nbytes, BUFFER))
+            # Less than a power of two, to which torch rounds up what it has besides.
+            memory = self._new_buffer(driver, max(nbytes, BUFFER - mmap.PAGESIZE))
         try:
             yield memory
         finally:

@@ -321,7 +321,7 @@ def _equal(stored: Any, live: Any) -> bool:
         return len(stored) == len(live) and all(map(_equal, stored, live))
     if not isinstance(live, torch.Tensor):
         return True
-    host = live.detach().cpu().contiguous()
+    host = live.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if not isinstance(stored, np.ndarray) or stored.shape != tuple(host.shape):
         return False
     flat = host.as_strided((host.numel(),), (1,))  # one item is contiguous whatever its strides are

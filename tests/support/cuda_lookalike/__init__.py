@@ -50,6 +50,7 @@ def environment(folder: Path, **settings: int) -> dict[str, str]:
         subprocess.run(
             ["c++", *options, *include, _HERE / "runtime.cpp", "-o", library, "-ldl", "-pthread"], check=True
         )
+    (folder / "libnvidia-ml.so.1").touch()  # torch asks NVIDIA's for devices that it knows; this one cannot be loaded
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("LD_LIBRARY_PATH"))))
     chosen = {f"CUDA_LOOKALIKE_{name.upper()}": str(value) for name, value in settings.items()}
     about = {"CUDA_LOOKALIKE_FAULTS": str(folder / "faults"), "LD_LIBRARY_PATH": path, "LD_PRELOAD": str(library)}

@@ -543,7 +543,10 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStat
 }
 
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                         cudaGraph_t* graph, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                         cudaGraph_t* graph, const cudaGraphNode_t**,
+#if CUDART_VERSION >= 13000
+                                         const cudaGraphEdgeData**,
+#endif
                                          std::size_t* dependencies) {
   if (id != nullptr) *id = 1;
   if (graph != nullptr) *graph = nullptr;

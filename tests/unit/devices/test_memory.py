@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
@@ -70,10 +71,29 @@ def test_a_refusal_is_told_once_and_what_is_registered_stays_in_use(
         assert reached.within(driver, mapping[1999:2001]) is None
         for _ in range(2):
             with reached.buffer(driver, 100) as one, reached.buffer(driver, 100) as other:
-                assert one.size == other.size == BUFFER
+                assert one.size == other.size == BUFFER - mmap.PAGESIZE
                 assert not np.shares_memory(one, other)
         assert len(caplog.records) == 2, "that there are no buffers either is told once, too"
         reached.close()
+
+
+@pytest.mark.parametrize(("chunk", "ahead", "taken"), [(1, 3, 64), (16, 3, 64), (32, 2, 128), (64, 1, 128)])
+def test_a_copy_thread_takes_no_more_page_locked_memory_than_its_copies_need(
+    chunk: int, ahead: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In MiB. torch has a page besides, and rounds up to a power of two."""
+    asked: list[int] = []
+    monkeypatch.setattr(FakeDriver, "pinned", lambda _, nbytes: (asked.append(nbytes), np.empty(nbytes, np.uint8))[1])
+    with FakeDriver() as driver:
+        (device,) = driver.devices
+        memory = HostMemory()
+        with Link[int](memory, memory.stream, chunk << 20) as link:
+            while not link.is_full:
+                link.copy_out(len(link), device, device.array(np.ones(9)), None, 72)
+            assert len(link) == ahead
+        memory.close()
+    (nbytes,) = asked
+    assert 1 << (nbytes + mmap.PAGESIZE - 1).bit_length() == taken << 20
 
 
 def test_streams_are_used_again_and_a_failed_one_is_not() -> None:
