@@ -167,7 +167,7 @@ def adopt_tier(state: State, delta: OnTier) -> Tier:
     tier = state.any_tier(delta.tier)
     _adopt_steps(tier, delta)
     tier.steps.damaged.adopt(delta.damaged)
-    tier.steps.impaired = set(delta.impaired)
+    tier.steps.impaired = {step: {""} for step in delta.impaired}
     tier.steps.stuck.clear()
     tier.steps.stuck.update({step: failure.error() for step, failure in delta.stuck})
     tier.steps.tombstones = set(delta.tombstones)

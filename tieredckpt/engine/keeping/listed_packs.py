@@ -56,11 +56,14 @@ async def note_impaired(tier: Tier, used: Mapping[StepId, frozenset[str]]) -> No
     known = tier.packs.sizes.keys()
     unknown = frozenset().union(*(packs for step, packs in used.items() if step not in tier.steps.impaired)) - known
     lost = {key for key in unknown if await _is_lost(tier, key)}
-    if lost and (found := [step for step, packs in used.items() if packs & lost and step in tier.steps.held]):
+    found = {step: packs & lost for step, packs in used.items() if packs & lost and step in tier.steps.held}
+    if found:
         _log.error(
-            "tier %r: packs of %d steps are gone, such as %s; they are no good copies", tier.name, len(found), found[0]
+            "tier %r: packs of %d steps are gone, such as %s; they are no good copies",
+            *(tier.name, len(found), next(iter(found))),
         )
-        tier.steps.impair(found)
+    for step, packs in found.items():
+        tier.steps.impair(step, packs)
 
 
 async def _is_lost(tier: Tier, key: str) -> bool:

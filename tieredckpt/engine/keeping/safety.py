@@ -61,7 +61,7 @@ def _is_covered(state: State, step: StepId, tier: Tier, without: Collection[Step
             continue
         if other.survives < survives or not (other.answers or other is tier):
             continue
-        not_good = other.steps.leaving | other.steps.impaired | state.deleting.keys()
+        not_good = other.steps.leaving | other.steps.impaired.keys() | state.deleting.keys()
         for held in reversed(other.steps.held):  # as a rule the newest is the last, and settles it
             newer = held.serial > step.serial or step in tier.steps.impaired  # which keeps no room from a good copy
             better = newer and state.on_line(held.serial)

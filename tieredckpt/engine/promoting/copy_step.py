@@ -105,7 +105,7 @@ async def _copy(
     origin: State,
 ) -> int:
     begin = time.monotonic()
-    was_there = again or step in tier.steps.damaged
+    was_there, lacking = again or step in tier.steps.damaged, tier.steps.lacking(step)
     async with _source(origin, step, tier, again=again) as source:
         encoding = await _encoding_of(step, tier) if again else tier.packs.encoding
         needs = _missing(source, tier, lost, encoding)
@@ -143,6 +143,7 @@ async def _copy(
             if not was_there:
                 check_wanted(step, tier)
             await commit_file.commit(tier, record, arrays, encoded, only_anew=was_there)
+            tier.steps.mend(step, lacking - lost.keys())
             # Before anybody can tell that it was evicted again.
             report_promoted(state, source.index.record, tier, written.nbytes, begin, again=again)
         return written.nbytes

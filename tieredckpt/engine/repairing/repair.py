@@ -48,7 +48,7 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
         by_tier.setdefault(found.tier.name, {}).setdefault(found.digest, found)  # that of the step's own place first
     unrepaired: list[Unrepaired] = []
     for name, chunks in by_tier.items():
-        tier = state.tier(name)
+        tier, digests = state.tier(name), frozenset(chunks)
         try:
             left = await _repair_inline(state, collector, step, tier, chunks)
             if tier.ram is not None:
@@ -58,15 +58,12 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
         except TieredCkptError as error:
             if not tier.steps.keeps(step):
                 continue  # evicted meanwhile, and nothing is left to repair
-            left = [Unrepaired(tuple(chunks), error)]
-        if not left:
-            tier.steps.impaired.discard(step)
-        elif any(isinstance(each.error, Corrupt) for each in left):  # no copy is good, nor can mend another
-            for other in state.tiers:
-                other.steps.impair([step])
-        else:
-            tier.steps.impair([step])
+            left = [Unrepaired(tuple(digests), error)]
+        tier.steps.mend(step, digests.difference(*(each.digests for each in left)))
         for each in left:
+            # Where a chunk is lost, no copy is good, nor can mend another.
+            for other in state.tiers if isinstance(each.error, Corrupt) else (tier,):
+                other.steps.impair(step, each.digests)
             _log.error("%s could not be repaired on tier %r: %s", step, name, each.error)
         unrepaired += left
     return unrepaired

@@ -107,7 +107,7 @@ class Verifier:
     async def _on(self, step: StepId, tier: Tier, checked: Checked | None) -> Verified:
         record = self.state.records().get(step)
         nbytes = record.nbytes if record is not None else 0
-        held, impaired = tier.steps.own(step), step in tier.steps.impaired
+        held, lacking = tier.steps.own(step), tier.steps.lacking(step)
         with step_index.rereading(tier, step) as remembered:
             try:
                 if step in tier.steps.damaged and not tier.in_memory and tier.blobs is not None:
@@ -121,13 +121,14 @@ class Verifier:
                 known = None if step_index.is_replaced(tier, step, held) else remembered
                 return await self._with_another_index(step, tier, nbytes, error, known)
         if not damage:
-            if impaired:  # and was not found so while this read it, perhaps before it lost anything
-                tier.steps.impaired.discard(step)
+            tier.steps.mend(step, lacking)  # not what was found while this read it, perhaps before it lost that
             return Verified(step, tier.name, nbytes, (), False, "")
         repairs = self.repairs(tier)
         unrepaired = await repair_chunks(self.state, self.collector, step, damage) if repairs else []
         if repairs and not tier.steps.keeps(step):
             raise _left(step, tier)
+        if repairs and not unrepaired:
+            tier.steps.mend(step, lacking)
         keys = tuple(sorted({found.key for found in damage}))
         gone = {digest for each in unrepaired if isinstance(each.error, Corrupt) for digest in each.digests}
         lost = {found.key for found in damage if found.digest in gone}
@@ -140,16 +141,18 @@ class Verifier:
         if not tier.steps.keeps(step):
             raise _left(step, tier) from error  # and is not to come back
         repairs, repaired, problem = self.repairs(tier), False, str(error)
+        commit = layout.manifest_key(step.step, step.serial)
         if repairs:
             try:
                 await repair_index(self.state, self.collector, step, tier, error, remembered)
                 repaired = step in tier.steps.held
+                tier.steps.mend(step, (commit,))
             except TieredCkptError as failed:
                 if not tier.steps.keeps(step):
                     raise _left(step, tier) from failed
                 problem = f"{error}; it could not be committed anew: {failed}"
                 if not (tier.in_memory or await _is_readable(tier, step)):  # RAM is read by what is remembered
-                    tier.steps.impair([step])  # it is held still, and is no good copy
+                    tier.steps.impair(step, (commit,))  # it is held still, and is no good copy
         lost = () if not repairs or self.state.holders(step) else (layout.STEP_RECORD,)
         return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
 

@@ -220,8 +220,11 @@ class Steps:
     parts: dict[StepId, Held] = field(default_factory=dict)
     """In a rank's RAM: its parts of steps that are not known to be complete."""
     damaged: DamagedSteps = field(default_factory=DamagedSteps)
-    impaired: set[StepId] = field(default_factory=set)
-    """Held steps that lack chunks here, as far as is known: no good copies, until they are committed anew."""
+    impaired: dict[StepId, set[bytes | str]] = field(default_factory=dict)
+    """Held steps that are no good copies, and what each lacks here, as far as is known.
+
+    Digests of chunks, keys of packs and of manifests; an empty key if another process tells so.
+    """
     leaving: set[StepId] = field(default_factory=set)
     """Steps that are being retracted; they do not count as copies any more."""
     tombstones: set[StepId] = field(default_factory=set)
@@ -273,13 +276,25 @@ class Steps:
         """Whether the tier has a good copy of the step, as far as is known."""
         return step in self.held and step not in self.impaired
 
-    def impair(self, steps: Iterable[StepId]) -> None:
-        """Count the copies of steps that are held here as lacking chunks."""
-        self.impaired.update(self.held.keys() & set(steps))
+    def impair(self, step: StepId, lacking: Iterable[bytes | str]) -> None:
+        """Count the copy of a step, if it is held here, as no good one, as `impaired` has it."""
+        if step in self.held:
+            self.impaired.setdefault(step, set()).update(lacking)
+
+    def lacking(self, step: StepId) -> frozenset[bytes | str]:
+        """What the copy of a step is known to lack now; for `mend`, once all of it is there."""
+        return frozenset(self.impaired.get(step, ()))
+
+    def mend(self, step: StepId, present: Iterable[bytes | str]) -> None:
+        """Note what the copy of a step lacks no more; it is a good one if that is all."""
+        if (lacking := self.impaired.get(step)) is not None:
+            lacking.difference_update(present)
+            if not lacking:
+                del self.impaired[step]
 
     def to_mend(self) -> set[StepId]:
         """The steps without a good copy here that are to be copied here again from another tier."""
-        return self.damaged.keys() | self.impaired
+        return self.damaged.keys() | self.impaired.keys()
 
     def may_have(self, step: StepId) -> bool:
         """Whether this process knows why a commit of the step may be on the tier: held, damaged, left or given up."""
@@ -323,7 +338,6 @@ class Steps:
         else:
             self.parts[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
-        self.impaired.discard(step)
         self.stuck.pop(step, None)
         self.resolve(step)
         self.tombstones.discard(step)
@@ -365,7 +379,7 @@ class Steps:
         if self.held.pop(step, None) is not None:
             own = self.indexes.forget(step)
             self.damaged.quarantine(step, error, packs if own is None else own, exactly=own is not None)
-            self.impaired.discard(step)
+            self.impaired.pop(step, None)
             self.catalogued.forget(step)
 
     def drop(self, step: StepId) -> str | None:
@@ -374,7 +388,7 @@ class Steps:
         self.resolve(step)
         self.catalogued.forget(step)
         self.damaged.pop(step, None)
-        self.impaired.discard(step)
+        self.impaired.pop(step, None)
         self.indexes.forget(step)
         self.indexes.nbytes.pop(step, None)
         return held.btree_key if held is not None else None

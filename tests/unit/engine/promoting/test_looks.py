@@ -100,7 +100,8 @@ class LooksMachine(RuleBasedStateMachine):
 
     @rule(tier=st.integers(0, 2), step=steps, lacks=st.booleans())
     def is_impaired(self, tier: int, step: StepId, lacks: bool) -> None:
-        (self.tiers[tier].steps.impaired.add if lacks else self.tiers[tier].steps.impaired.discard)(step)
+        impaired = self.tiers[tier].steps.impaired
+        impaired.update({step: {""}}) if lacks else impaired.pop(step, None)
 
     @rule(step=steps)
     def gets_stuck(self, step: StepId) -> None:

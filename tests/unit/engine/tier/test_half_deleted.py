@@ -245,7 +245,7 @@ async def test_a_deletion_is_not_repeated_while_the_step_is_the_last_good_copy(
         first, second = disk.steps.held
 
         async def find_out(*, impaired: bool) -> None:
-            (disk.steps.impaired.add if impaired else disk.steps.impaired.discard)(second)
+            disk.steps.impair(second, ("",)) if impaired else disk.steps.mend(second, ("",))
             if first not in disk.steps.damaged:
                 disk.steps.deletions[first] = time.monotonic()
                 disk.quarantine(first, IndeterminateDelete("no answer", disk.steps.held[first]))

@@ -1,0 +1,52 @@
+"""A copy that lacks a chunk counts as no good copy until it is known to have all of them again."""
+
+from __future__ import annotations
+
+import asyncio
+
+from reliability.tiers import FaultyTiers
+from support.commit_scene import Scene
+from support.insight import flip_chunk, tier_of
+from support.scenes import Heard
+
+from tieredckpt.events import ChunkRepaired
+
+
+async def lose(scene: Scene, key: str) -> None:
+    """Damage a chunk on both tiers, and have it found."""
+    for tier in ("ram", "disk"):
+        await flip_chunk(scene.store, tier, 1, key)
+    assert any(found.lost for found in await scene.store.verify(1, repair=True))
+    assert not any(tier_of(scene.store, tier).steps.has_good(scene.step) for tier in ("ram", "disk"))
+
+
+async def test_a_copy_that_lacks_a_chunk_is_not_good_once_another_chunk_is_repaired(scene: Scene) -> None:
+    heard = Heard(scene.store)
+    await lose(scene, "params/w0")
+    await flip_chunk(scene.store, "ram", 1, "params/w1")
+    assert await scene.store.restore(1, keys=["params/w1"], resume=False) is not None
+    await heard.first(ChunkRepaired, lambda event: event.key == "params/w1")
+    await scene.store.flush()
+    assert not tier_of(scene.store, "ram").steps.has_good(scene.step)
+
+
+async def test_a_copy_that_lacks_a_chunk_is_not_good_once_its_index_is_repaired(scene: Scene) -> None:
+    await lose(scene, "params/w0")
+    (manifest,) = scene.manifests
+    manifest.write_bytes(b"damaged")
+    (found,) = await scene.store.verify(1, "disk", repair=True)
+    assert found.repaired
+    assert not scene.tier.steps.has_good(scene.step)
+
+
+async def test_a_copy_that_is_found_to_lack_a_chunk_while_another_is_repaired_is_not_good(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    await flip_chunk(scene.store, "ram", 1, "params/w1")
+    read = faults["disk"].hold("get_into")
+    repairing = asyncio.create_task(scene.store.verify(1, "ram", repair=True))
+    await read.reached()
+    await lose(scene, "params/w0")
+    read.release()
+    await repairing
+    assert not tier_of(scene.store, "ram").steps.has_good(scene.step)
