@@ -72,7 +72,8 @@ async def copy_step(
         again: commit anew although the tier holds the step; write the chunks anew that its index forgot. So it is with
             a step that lacks chunks there.
         without: packs of the tier that the step, committed anew, must no longer refer to.
-        lost: chunks that are intact nowhere, with the extents that the step, committed anew, keeps for them.
+        lost: chunks that are intact nowhere, with the extents that the step, committed anew, keeps for those that were
+            not written since.
         origin: state of the store that the step is copied from, on the same loop; nothing is evicted for such a copy.
             None for this store.
 
@@ -126,7 +127,7 @@ async def _copy(
 
             async def encode(placed: dict[bytes, Extent]) -> None:
                 nonlocal encoded
-                arrays = located(source.index.arrays, ChainMap(lost, placed, tier.packs.index))
+                arrays = located(source.index.arrays, ChainMap(placed, tier.packs.index, lost))
                 encoded = await commit_file.encode(tier, record, arrays, commit_file.free_btree_key(tier, step))
 
             if needs:
@@ -139,7 +140,7 @@ async def _copy(
                 finally:
                     tier.packs.add(written)  # also those before a failure: the next try refers to them
             # As it was encoded: chunks may be added or forgotten meanwhile, and packs that others refer to stay.
-            arrays = encoded.arrays if encoded else located(source.index.arrays, ChainMap(lost, tier.packs.index))
+            arrays = encoded.arrays if encoded else located(source.index.arrays, ChainMap(tier.packs.index, lost))
             if not was_there:
                 check_wanted(step, tier)
             await commit_file.commit(tier, record, arrays, encoded, only_anew=was_there)

@@ -127,7 +127,9 @@ async def _repair_packs(
     lost: dict[bytes, Extent] = {}
     origin: dict[bytes, tuple[str, int]] = {}
     left: list[Unrepaired] = []
+    known = {digest: tier.packs.index.get(digest) for digest in chunks}
     async with open_source(state, step, tier) as source:
+        held = tier.steps.own(step)
         for key, array, ordinal, chunk in _places(source, chunks):
             if not isinstance(chunk.where, Extent) or chunk.digest in origin or chunk.digest in lost:
                 continue
@@ -140,10 +142,14 @@ async def _repair_packs(
                 else:
                     origin[chunk.digest] = good.name, nbytes
     async with tier.packs.guard:
-        for digest, found in chunks.items():
-            # Also what is lost: a step to come that has it writes it anew. Not what another repair has written since.
-            if digest in lost or found.where in (None, tier.packs.index.get(digest)):
-                tier.packs.forget(digest)
+        if not (anew := step_index.is_replaced(tier, step, held)):
+            for digest, found in chunks.items():
+                # Also what is lost: a step to come that has it writes it anew. Not what another has written since.
+                there = tier.packs.index.get(digest)
+                if there == known[digest] if digest in lost else found.where in (None, there):
+                    tier.packs.forget(digest)
+    if anew:  # with what was lost, perhaps
+        return await _repair_packs(state, collector, step, tier, chunks)
     if not origin:
         return left
     await copy_step(state, collector, step, tier, again=True, lost=lost)
