@@ -25,6 +25,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired
 from tieredckpt.format import layout
+from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import ArrayIndex, Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
@@ -79,7 +80,7 @@ async def _repair_inline(
     async with open_source(state, step, tier) as source:
         held = tier.steps.own(step)
         for key, array, ordinal, chunk in _places(source, chunks):
-            if isinstance(chunk.where, Extent):
+            if isinstance(chunk.where, Extent) or digest(chunk.where) == chunk.digest:  # as repaired since
                 continue
             nbytes = array.grid.cell_nbytes
             async with state.scratch.lend(aligned(nbytes)) as memory:

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 from reliability.tiers import FaultyTiers
+from support.commit_scene import Scene
 from support.insight import flip_chunk
-from support.scenes import assert_restored, config, folder, tree
+from support.scenes import Heard, assert_restored, config, folder, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.events import ChunkRepaired
+from tieredckpt.format.manifest import ArrayIndex, Chunk
 
 
 @pytest.mark.parametrize("repaired", [False, True], ids=["saved again", "and repaired"])
@@ -36,3 +40,19 @@ async def test_a_lost_chunk_that_comes_back_while_a_step_is_repaired_is_not_lost
         assert bool(found.lost) is not repaired
         assert all(each.intact for each in await store.verify(1, "disk"))
         assert_restored(await store.restore(1, resume=False), tree(1))
+
+
+async def test_bytes_in_an_index_that_two_find_damaged_are_repaired_once(scene: Scene) -> None:
+    tier, heard = scene.tier, Heard(scene.store)
+
+    async def commit_wrong_bytes() -> None:
+        index = await step_index.load(tier, scene.step)
+        half = index.arrays["half"]
+        wrong = ArrayIndex(half.grid, half.dtype, [Chunk(half.chunks[0].digest, bytes(80))])
+        await commit_file.commit(tier, index.record, {**index.arrays, "half": wrong})
+
+    await scene.store._life.loop.call(commit_wrong_bytes())
+    found = await asyncio.gather(*(scene.store.verify(1, "disk", repair=True) for _ in range(2)))
+    assert [(each.damaged, each.repaired) for each, in found] == [(("half",), True)] * 2
+    assert len(heard.of(ChunkRepaired)) == 1
+    assert await scene.is_held()
