@@ -175,7 +175,9 @@ class Collector:
             now = await tier.now() if orphans and (strays or tier.packs.orphans) else 0.0
             used = await packs_by_step(tier)  # a verification may have read a damaged step well; now nothing is awaited
             young = {key for key, since in tier.packs.orphans.items() if now - since <= grace}
-            dead = tier.packs.sizes.keys() - self._packs_in_use(tier, used, grace) - young
+            # A step that is being deleted and cannot be read may use any pack, and it stays if its deletion fails.
+            unread = tier.steps.held.keys() - used.keys()
+            dead = set() if unread else tier.packs.sizes.keys() - self._packs_in_use(tier, used, grace) - young
             nbytes = await self._delete_packs(tier, dead)
             old = [key for key, since in strays.items() if now - since > grace]
             files = await self._sweep(tier, old) if orphans else 0

@@ -23,7 +23,10 @@ _LARGE_INDEX = 8 << 20
 
 
 async def packs_by_step(tier: Tier) -> dict[StepId, frozenset[str]]:
-    """The packs of each step that is held or stale, as it is when this returns. Raises as `read_indexes`."""
+    """The packs of each step that is held or stale, as it is when this returns; not of one that cannot be read.
+
+    That one is being deleted. Raises as `read_indexes`.
+    """
     held, known = tier.steps.held, tier.steps.indexes.packs
     asked: set[StepId] = set()
     # Again for those that were read well meanwhile; of those that leave, some may be gone.

@@ -16,6 +16,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.collecting import (
     ARRAYS,
+    GRACE,
     Place,
     a_sparse_pack,
     assert_restores,
@@ -24,6 +25,7 @@ from support.collecting import (
     referenced,
     state,
     two_steps,
+    two_steps_apart,
 )
 from support.insight import flip_chunk, index_of, tier_of
 from support.scenes import CHUNK, SOON, Heard, config, crash, files_under, folder, pack_bytes
@@ -205,6 +207,29 @@ async def test_a_collection_beside_an_eviction_does_not_miss_the_step_that_leave
             await evicting
         assert "cannot be read" not in caplog.text
         assert await store.where(2) == ("ram", "disk")
+
+
+async def test_packs_of_a_step_that_cannot_be_read_while_it_leaves_stay_until_it_has_left(
+    place: Place, faults: FaultyTiers
+) -> None:
+    """Its deletion failed, and a step without bytes was held."""
+    tiers = {name: folder(place.root / "of-test" / name, retain="all") for name in ("disk", "far")}
+    async with CheckpointStore.open(config(tiers, grace=GRACE)) as store:
+        await two_steps_apart(store)
+    place.let_the_grace_pass()
+    async with CheckpointStore.open(config(tiers, grace=GRACE)) as store:  # by catalogs, so that no index is known
+        disk = faults["disk"]
+        disk.fail("get", Corrupt("misread"), key="steps/*1-*/btree*", times=4)
+        held = disk.hold("delete", key="steps/*1-*/manifest.ocdbt")
+        evicting = asyncio.create_task(store.evict(1, "disk"))
+        await held.reached()
+        await store.collect()
+        assert disk.struck["error", "get"] == 4
+        evicting.cancel()
+        await asyncio.wait([evicting])
+        await store.collect()
+        assert await store.where(1) == ("disk", "far")
+        assert all(found.intact for found in await store.verify(1))
 
 
 async def test_what_is_being_written_stays_however_far_ahead_the_clock_of_this_host_is(place: Place) -> None:
