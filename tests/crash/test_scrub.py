@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
@@ -545,14 +546,27 @@ async def assert_all_memory_comes_back(store: CheckpointStore) -> None:
     assert [*tier_of(store, "ram").ram.index._uses.values()] == [1] * 2 * len(KEYS)
 
 
-async def test_a_restore_beside_a_repair_keeps_the_copy_in_ram(place: Path) -> None:
-    async with saved(place, "ram", "disk") as store:
-        tier = tier_of(store, "ram")
+async def test_a_restore_beside_a_repair_reads_the_step_in_ram(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process remembered of a step with a damaged commit was set aside while a verification read that."""
+    reading, may_read, read = threading.Event(), threading.Event(), step_index.read
+
+    async def slow(*arguments: Any) -> Any:
+        if not reading.is_set():
+            reading.set()
+            await asyncio.to_thread(may_read.wait)
+        return await read(*arguments)
+
+    async with saved(place, "ram") as store:
         await flip_manifest(place, store, "ram")
-        with step_index.rereading(tier, max(tier.steps.held)):
+        monkeypatch.setattr(step_index, "read", slow)
+        verifying = asyncio.create_task(store.verify(2, repair=True))
+        await asyncio.to_thread(reading.wait)
+        try:
             assert_restored(await store.restore(2, resume=False), state(2))
-            await store.flush()
-        assert await store.where(2) == ("ram", "disk")
+        finally:
+            may_read.set()
+            (found,) = await verifying
+        assert found.repaired
         assert told(await store.scrub()) == []
         await assert_all_memory_comes_back(store)
 
@@ -607,7 +621,7 @@ async def test_a_commit_that_could_not_be_written_anew_is_told(place: Path, faul
         (found,) = [each for each in await store.scrub(repair=True) if each.problem]
         assert (found.damaged, found.repaired, found.lost) == ((INDEX,), False, ())
         assert "it could not be committed anew: the device is full" in found.problem
-        assert told(await store.scrub(repair=True)) == [(2, "disk", (INDEX,), True)]
+        await store.flush()  # a promotion commits it anew
         assert told(await store.scrub()) == []
 
 

@@ -209,16 +209,20 @@ async def repair_index(
         error: what is wrong with it.
         remembered: its index, as this process wrote or read it before.
     """
-    remembered = remembered or step_index.known(tier, step)
+    remembered = remembered or tier.steps.indexes.get(step)
     if remembered is not None:
         held = tier.steps.own(step)
         async with tier.packs.guard:
             if step_index.is_replaced(tier, step, held):
                 return False
-            if tier.ram is not None:
-                await whole(_commit_beside_readers(tier, tier.ram, step, remembered))
-            else:
-                await commit_file.commit(tier, remembered.record, remembered.arrays, only_anew=True)
+            try:
+                if tier.ram is not None:
+                    await whole(_commit_beside_readers(tier, tier.ram, step, remembered))
+                else:
+                    await commit_file.commit(tier, remembered.record, remembered.arrays, only_anew=True)
+            finally:
+                if held is not None and tier.steps.own(step) is held:  # it failed; either commit has the same chunks
+                    tier.steps.indexes.remember(step, remembered)
     elif tier.in_memory:
         await collector.evictor.drop_unreadable(step, tier)
     elif tier.steps.keeps(step):  # else it was evicted since it could not be read

@@ -87,8 +87,7 @@ class Verifier:
     async def on(self, step: StepId, tier: Tier, checked: Checked | None = None) -> Verified:
         """Read all of a step on a tier that holds it, compare every digest, and repair what is damaged if asked.
 
-        Its index is read from the tier as well, though this process may know it. What is ``checked`` is not read again.
-        Raises `NotFound` when the step left the tier meanwhile.
+        What is ``checked`` is not read again. Raises `NotFound` when the step left the tier meanwhile.
         """
         before = places(self.state, step)
         found = await self._on(step, tier, checked)
@@ -108,18 +107,18 @@ class Verifier:
         record = self.state.records().get(step)
         nbytes = record.nbytes if record is not None else 0
         held, lacking = tier.steps.own(step), tier.steps.lacking(step)
-        with step_index.rereading(tier, step) as remembered:
-            try:
-                if step in tier.steps.damaged and not tier.in_memory and tier.blobs is not None:
-                    await self.collector.evictor.look_again(step, tier)
-                if step in tier.steps.damaged:
-                    raise tier.steps.damaged[step]
-                damage = await find_damage(self.state, step, tier, self.progress, checked)
-            except TierUnavailable as error:
-                return Verified(step, tier.name, nbytes, (), False, str(error))
-            except TieredCkptError as error:
-                known = None if step_index.is_replaced(tier, step, held) else remembered
-                return await self._with_another_index(step, tier, nbytes, error, known)
+        remembered = tier.steps.indexes.get(step)
+        try:
+            if step in tier.steps.damaged and not tier.in_memory and tier.blobs is not None:
+                await self.collector.evictor.look_again(step, tier)
+            if step in tier.steps.damaged:
+                raise tier.steps.damaged[step]
+            damage = await find_damage(self.state, step, tier, self.progress, checked)
+        except TierUnavailable as error:
+            return Verified(step, tier.name, nbytes, (), False, str(error))
+        except TieredCkptError as error:
+            known = None if step_index.is_replaced(tier, step, held) else remembered
+            return await self._with_another_index(step, tier, nbytes, error, known)
         if not damage:
             tier.steps.mend(step, lacking)  # not what was found while this read it, perhaps before it lost that
             return Verified(step, tier.name, nbytes, (), False, "")
@@ -153,6 +152,7 @@ class Verifier:
                 problem = f"{error}; it could not be committed anew: {failed}"
                 if not (tier.in_memory or await _is_readable(tier, step)):  # RAM is read by what is remembered
                     tier.steps.impair(step, (commit,))  # it is held still, and is no good copy
+                    self.state.changed.notify()  # a promotion commits it anew, perhaps
         lost = () if not repairs or self.state.holders(step) else (layout.STEP_RECORD,)
         return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)
 

@@ -43,9 +43,11 @@ _AT_A_TIME = 8
 Bytes = npt.NDArray[np.uint8]
 
 
-def open_source(state: State, step: StepId, tier: Tier) -> AbstractAsyncContextManager[StepSource]:
-    """Open a step as one tier has it, exact or derived. Raises as `StepSource.open`."""
-    return (DerivedSource if tier.derived else StepSource).open(state, step, only=tier)
+def open_source(
+    state: State, step: StepId, tier: Tier, *, anew: bool = False
+) -> AbstractAsyncContextManager[StepSource]:
+    """Open a step as one tier has it, exact or derived. ``anew`` and what is raised: as `StepSource.open`."""
+    return (DerivedSource if tier.derived else StepSource).open(state, step, only=tier, anew=anew)
 
 
 @asynccontextmanager

@@ -104,7 +104,13 @@ class StepSource:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, state: State, step: StepId, *, only: Tier | None = None, chosen: ChosenStep | None = None
+        cls,
+        state: State,
+        step: StepId,
+        *,
+        only: Tier | None = None,
+        anew: bool = False,
+        chosen: ChosenStep | None = None,
     ) -> AsyncIterator[StepSource]:
         """The step, from the nearest tier whose index of it can be read.
 
@@ -112,19 +118,20 @@ class StepSource:
             state: of the engine.
             step: which.
             only: the one tier to read it from.
+            anew: read the index from there though this process may know it.
             chosen: of several ranks, what they restore together.
 
         Raises:
             NotFound: no tier holds it.
             Corrupt, TierUnavailable: every tier that should hold it failed; the last error.
         """
-        async with unless_moved(state, step), cls._open(state, step, only, chosen) as source:
+        async with unless_moved(state, step), cls._open(state, step, only, anew, chosen) as source:
             yield source
 
     @classmethod
     @asynccontextmanager
     async def _open(
-        cls, state: State, step: StepId, only: Tier | None, chosen: ChosenStep | None
+        cls, state: State, step: StepId, only: Tier | None, anew: bool, chosen: ChosenStep | None
     ) -> AsyncIterator[StepSource]:
         if step in state.deleting:
             raise NotFound(f"{step} is being deleted")
@@ -145,7 +152,7 @@ class StepSource:
             async with AsyncExitStack() as stack:
                 try:
                     await stack.enter_async_context(pinned(tier, step))
-                    index = await step_index.load(tier, step)
+                    index = await step_index.load(tier, step, anew=anew)
                 except (Corrupt, NotFound, TierUnavailable) as error:
                     _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
                     unreadable.append((tier, error))

@@ -36,8 +36,6 @@ class RecentIndexes(OrderedDict[StepId, StepIndex]):
         """The packs of every step that was read or written."""
         self._memory: dict[StepId, int] = {}
         """Bytes that each remembered index takes."""
-        self.set_aside: dict[StepId, tuple[StepIndex, object]] = {}
-        """Those that are being read anew, each with the `Held` of its step as it was then."""
 
     def forget(self, step: StepId) -> frozenset[str] | None:
         """Forget a step's index; returns its packs where they were known."""

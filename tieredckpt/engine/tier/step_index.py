@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 
@@ -15,7 +13,7 @@ from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, decode_step
 
-__all__ = ["check_record", "is_committed", "is_replaced", "known", "load", "packs", "read", "rereading", "root_key"]
+__all__ = ["check_record", "is_committed", "is_replaced", "load", "packs", "read", "root_key"]
 
 _MANIFEST_MAX = 1 << 20
 _BTREE_MAX = 1 << 30
@@ -65,24 +63,27 @@ def check_record(tier: Tier, step: StepId, record: StepRecord) -> None:
         raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {there} step where {wanted} ones belong")
 
 
-async def load(tier: Tier, step: StepId) -> StepIndex:
-    """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
+async def load(tier: Tier, step: StepId, *, anew: bool = False) -> StepIndex:
+    """The index of a step; recent ones are kept, and are not asked for ``anew``.
+
+    Raises `NotFound`, `Corrupt`, `TierUnavailable`.
+    """
     steps = tier.steps
     if (held := steps.own(step)) is None:
         raise NotFound(f"tier {tier.name!r} does not hold {step}")
-    found = steps.indexes.get(step)
+    found = None if anew else steps.indexes.get(step)
     if found is None:
         try:
             found = await asyncio.to_thread(decode_step, *await read(tier, step))
             check_record(tier, step, found.record)
         except (Corrupt, NotFound) as error:
             if is_replaced(tier, step, held):
-                return await load(tier, step)
+                return await load(tier, step, anew=anew)
             if isinstance(error, Corrupt) and step in steps.held and not steps.held[step].whole:
                 tier.quarantine(step, error)  # as if it had been read at opening
             raise
         if is_replaced(tier, step, held):
-            return await load(tier, step)
+            return await load(tier, step, anew=anew)
         if steps.own(step) is None:  # it left, or the tier is being scanned again, and may hold another commit of it
             return found
     steps.indexes.remember(step, found)
@@ -93,30 +94,6 @@ def is_replaced(tier: Tier, step: StepId, held: Held | None) -> bool:
     """Whether a step was committed anew since it was ``held`` so; an index that was read meanwhile may be the old."""
     now = tier.steps.own(step)
     return now is not None and now is not held
-
-
-@contextmanager
-def rereading(tier: Tier, step: StepId) -> Iterator[StepIndex | None]:
-    """Read the index of a step anew in the block, though it may be cached; yields the cached one.
-
-    The cached index stays if the block remembers no new one, and the step is not committed anew meanwhile.
-    """
-    steps, held = tier.steps, tier.steps.own(step)
-    if (cached := steps.indexes.pop(step, None)) is not None:
-        steps.indexes.set_aside[step] = cached, held
-    remembered = known(tier, step)  # perhaps set aside by another such block
-    try:
-        yield remembered
-    finally:
-        steps.indexes.set_aside.pop(step, None)
-        if remembered is not None and step not in steps.indexes and steps.own(step) is held:
-            steps.indexes.remember(step, remembered)
-
-
-def known(tier: Tier, step: StepId) -> StepIndex | None:
-    """The cached index of a step, also while it is read anew."""
-    aside, held = tier.steps.indexes.set_aside.get(step, (None, None))
-    return tier.steps.indexes.get(step) or (aside if tier.steps.own(step) is held else None)
 
 
 async def packs(tier: Tier, step: StepId) -> frozenset[str]:

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from tieredckpt.engine.tier.catalog_cache import Catalogued
 from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
 from tieredckpt.errors import Conflict, Corrupt, TieredCkptError, TierUnavailable
+from tieredckpt.format import layout
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 
 __all__ = [
@@ -275,6 +276,10 @@ class Steps:
     def has_good(self, step: StepId) -> bool:
         """Whether the tier has a good copy of the step, as far as is known."""
         return step in self.held and step not in self.impaired
+
+    def has_chunks(self, step: StepId) -> bool:
+        """As `has_good`, or only its commit is damaged: this process may know the index."""
+        return step in self.held and self.impaired.get(step, set()) <= {layout.manifest_key(step.step, step.serial)}
 
     def impair(self, step: StepId, lacking: Iterable[bytes | str]) -> None:
         """Count the copy of a step, if it is held here, as no good one, as `impaired` has it."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from reliability.tiers import FaultyTiers
-from support.commit_scene import Scene
+from support.commit_scene import MANIFEST, Scene
 from support.insight import flip_chunk, tier_of
-from support.scenes import Heard
+from support.scenes import Heard, assert_restored, config, folder, polled, tree
 
-from tieredckpt.events import ChunkRepaired
+from tieredckpt import CheckpointStore
+from tieredckpt.errors import TierUnavailable
+from tieredckpt.events import ChunkRepaired, StepPromoted
+from tieredckpt.format.manifest import StepId
 
 
 async def lose(scene: Scene, key: str) -> None:
@@ -50,3 +54,24 @@ async def test_a_copy_that_is_found_to_lack_a_chunk_while_another_is_repaired_is
     read.release()
     await repairing
     assert not tier_of(scene.store, "ram").steps.has_good(scene.step)
+
+
+async def test_a_step_of_which_only_the_commit_is_damaged_is_committed_anew_and_promoted(
+    tmp_path: Path, faults: FaultyTiers
+) -> None:
+    """This process can restore it, and no other could."""
+    tiers = {name: folder(tmp_path / name, retain="all") for name in ("disk", "far")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        faults["far"].kill()
+        await (await store.save(1, tree(1))).reached("disk")
+        (manifest,) = tmp_path.glob(f"disk/{MANIFEST}")
+        manifest.write_bytes(b"damaged")
+        faults["disk"].fail("put", TierUnavailable("no answer"), key=MANIFEST)
+        assert not (await store.verify(1, "disk", repair=True))[0].repaired
+        assert await store.restore(1) is not None
+        heard = Heard(store)
+        faults["far"].revive()
+        await heard.first(StepPromoted, lambda event: event.tier == "far")
+        await polled(lambda: tier_of(store, "disk").steps.has_good(StepId(1, 1)))
+    async with CheckpointStore.open(config(tiers)) as store:
+        assert_restored(await store.restore(1), tree(1))
