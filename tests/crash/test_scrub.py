@@ -45,7 +45,7 @@ from tieredckpt.engine.repairing.check import Checked
 from tieredckpt.engine.repairing.verify import Verified
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound
+from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import ChunkRepaired, TierFailed, TierRecovered
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
@@ -525,6 +525,30 @@ async def test_memory_that_is_being_viewed_outlives_a_repair_and_the_process(
     async with opened(place, "ram") as store:
         if evicted == "after":
             await store.evict(2, "ram")
+        await use_all_memory(store)
+        assert_same(seen.tree, state(2))
+
+
+async def test_memory_that_is_being_viewed_outlives_a_process_that_dies_right_after_a_repair(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = commit_file.commit
+
+    async def last(*arguments: Any, **options: Any) -> None:
+        await commit(*arguments, **options)
+        raise TierUnavailable("the process died")
+
+    async with saved(place, "ram") as store:
+        seen = await store.restore(2, copy=False, resume=False)
+        assert seen is not None
+        await flip_manifest(place, store, "ram")
+        with monkeypatch.context() as patch:
+            patch.setattr(commit_file, "commit", last)
+            await store.scrub(repair=True)
+        await crash(store)
+    async with opened(place, "ram") as store:
+        await store.save(3, state(3))
+        await store.evict(2, "ram")
         await use_all_memory(store)
         assert_same(seen.tree, state(2))
 

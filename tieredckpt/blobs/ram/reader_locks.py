@@ -2,7 +2,7 @@
 
 A reader holds a shared lock on the manifest of its step, and locks belong to files, not to names. So a removed manifest
 is renamed, with its index beside it: the next writer to open the folder, even after the death of this one, finds the
-memory that readers still use. One that is replaced has a second name, and beside it the new manifest and its index.
+memory that readers still use. One that is replaced has a second name, and beside it a good manifest and its index.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Replaced:
 
     unread: Callable[[], bool]
     """Whether the last reader has gone."""
-    note: Callable[[str], None]
-    """Keep the new object, and that of this key, its index, for `StillRead`: the old one may be damaged. Blocks."""
+    note: Callable[[bytes, bytes], None]
+    """Keep a new object and its index for `StillRead`, before the old one is replaced: it may be damaged. Blocks."""
 
 
 class Retired:
@@ -90,7 +90,7 @@ class Retired:
         try:
             file = path.open("rb")
         except FileNotFoundError:  # it is lost, and nobody knows who reads by it
-            return Replaced(lambda: False, lambda index: None)
+            return Replaced(lambda: False, lambda manifest, index: None)
         except OSError as error:
             raise foreign(error, path, "replaced") from error
         try:
@@ -100,10 +100,11 @@ class Retired:
             file.close()
             raise foreign(error, path, "replaced") from error
 
-        def note(index: str) -> None:
+        def note(manifest: bytes, index: bytes) -> None:
             with contextlib.suppress(OSError):  # only the next writer would miss it
-                os.link(path, name.with_suffix(_ANEW))
-                os.link(self._folder / index, _index_of(name))
+                for beside, data in ((_index_of(name), index), (name.with_suffix(_ANEW), manifest)):
+                    with open(beside, "xb", opener=_private) as made:
+                        made.write(data)
 
         return Replaced(self._until_unread(file, name), note)
 
@@ -148,6 +149,10 @@ class Retired:
             return True
 
         return unread
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _index_of(name: Path) -> Path:

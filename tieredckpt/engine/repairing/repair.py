@@ -237,13 +237,13 @@ async def _commit_beside_readers(tier: Tier, ram: Ram, step: StepId, index: Step
     async with tier.steps.turn(step):
         if not tier.steps.keeps(step):
             return
+        good = await commit_file.encode(tier, index.record, index.arrays, commit_file.free_btree_key(tier, step))
         old = await in_thread(ram.store.keep, layout.manifest_key(step.step, step.serial))
         chunks = unique_extents(index.arrays)
         kept = [digest for digest, where in chunks.items() if ram.index.adopt(digest, where.offset, where.length)]
     try:
+        await in_thread(old.note, good.index.manifest, good.index.btree)
         await commit_file.commit(tier, index.record, index.arrays, only_anew=True)
-        if (held := tier.steps.own(step)) is not None:
-            await in_thread(old.note, held.btree_key)
     finally:
         ram.retracted.append((old.unread, kept))  # not before: until it is replaced, more may read by it
     await ram.reclaim()
