@@ -55,7 +55,8 @@ async def find_damage(
 ) -> list[Damage]:
     """Read and verify all of a step on one tier, except what is ``checked``, keeping nothing; returns the damage.
 
-    Its index is read from the tier as well, though this process may know it. Raises what the index raises, and `TierUnavailable` when a chunk could not be read to the end.
+    Its index is read from the tier as well, though this process may know it. Raises what the index raises, and
+    `TierUnavailable` when a chunk could not be read to the end.
     """
     async with open_source(state, step, tier, anew=True) as source:
         source.progress = progress

@@ -53,6 +53,6 @@ async def test_bytes_in_an_index_that_two_find_damaged_are_repaired_once(scene: 
 
     await scene.store._life.loop.call(commit_wrong_bytes())
     found = await asyncio.gather(*(scene.store.verify(1, "disk", repair=True) for _ in range(2)))
-    assert [(each.damaged, each.repaired) for each, in found] == [(("half",), True)] * 2
+    assert [(each.damaged, each.repaired) for (each,) in found] == [(("half",), True)] * 2
     assert len(heard.of(ChunkRepaired)) == 1
     assert await scene.is_held()

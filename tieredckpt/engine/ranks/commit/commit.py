@@ -132,7 +132,7 @@ class Commits:
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
-        was_there, lacking = step in tier.steps.to_mend(), tier.steps.lacking(step)
+        was_there, impaired_by = step in tier.steps.to_mend(), tier.steps.lacking(step)
         find = partial(in_thread, holders, parts, partial(is_verified, tier), pool=self._state.pool)
         ranks, sizes = await find()
         counted_on = set(tier.packs.sizes)
@@ -156,7 +156,7 @@ class Commits:
             if not was_there:
                 check_wanted(step, tier)
             await commit_file.commit(tier, index.record, index.arrays, only_anew=was_there)
-            tier.steps.mend(step, lacking)
+            tier.steps.mend(step, impaired_by)
             if step in self._state.membership.undecided:  # it did not fit into RAM
                 self._state.branch.committed(index.record)
             # Before anybody can tell that it was evicted again.
