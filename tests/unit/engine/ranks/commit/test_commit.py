@@ -335,6 +335,19 @@ async def test_a_damaged_step_that_is_evicted_while_ranks_commit_it_anew_is_not_
         assert place.steps() == []
 
 
+async def test_a_step_that_lacks_a_pack_is_a_good_copy_once_ranks_have_committed_it_anew(place: Place) -> None:
+    async with place.open(2) as ranks:
+        await ranks.reached(await ranks.save(1), "disk")
+        disk = tier_of(ranks[0], "disk")
+        place.disk.joinpath(lost := next(iter(disk.packs.sizes))).unlink()
+        await ranks[0].collect()
+        await ranks[0].flush()
+        (step,) = disk.steps.held
+        assert disk.steps.has_good(step)
+        assert lost not in disk.packs.sizes
+        assert all(found.intact for found in await ranks[0].verify(1, "disk"))
+
+
 async def test_who_waits_for_a_tier_hears_of_a_leader_that_died(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, wait_longer=0.1)
     async with place.open(2, crashing=True) as ranks:
