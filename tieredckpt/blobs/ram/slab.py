@@ -26,7 +26,7 @@ from tieredckpt.blobs.mapping import HUGE_PAGE, private_memory
 from tieredckpt.blobs.ram import regions
 from tieredckpt.blobs.space import check_room
 from tieredckpt.devices.numa import take_near_devices
-from tieredckpt.errors import Corrupt, NoSpace
+from tieredckpt.errors import Corrupt, NoSpace, TierUnavailable
 from tieredckpt.format.layout import aligned
 from tieredckpt.units import format_size
 
@@ -230,10 +230,15 @@ class Slab:
         return True
 
     def bytes_at(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The memory of an extent that an index names. Raises `Corrupt` where the slab has no such bytes."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.array.size:
-            raise Corrupt(f"an extent of {nbytes} bytes at {offset} lies outside the slab of {self.array.size}")
-        return self.array[offset : offset + nbytes]
+        """The memory of an extent that an index names.
+
+        Raises `Corrupt` where the slab has no such bytes, and `TierUnavailable` once it is closed.
+        """
+        if (mapped := self.mapped) is None:
+            raise TierUnavailable("RAM went away")
+        if offset < 0 or nbytes < 0 or offset + nbytes > mapped.size:
+            raise Corrupt(f"an extent of {nbytes} bytes at {offset} lies outside the slab of {mapped.size}")
+        return mapped[offset : offset + nbytes]
 
     def claim(self, offset: int, nbytes: int) -> bool:
         """Mark an extent as handed out, as found in a committed step; False if any of it is not free."""

@@ -186,7 +186,7 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
                 return
             try:
                 intact = deliver(piece, ram.memory(piece.extent), ram.encoding)
-            except Corrupt:
+            except (Corrupt, TierUnavailable):
                 intact = False
             if not intact:
                 failed.append(piece)
@@ -195,8 +195,11 @@ async def _from_slab(state: State, source: StepSource, tier: Tier, ram: Ram, pie
 
     threads = min(state.config.copy_threads, len(pieces))
     await side_by_side(threads, work, waiting.clear, state.pool)  # after which nothing writes into the caller's arrays
+    gone = ram.slab.mapped is None
     for piece in failed:
-        why = Corrupt(f"{source.step}: a chunk of {piece.array!r} changed in RAM")
+        why: TieredCkptError = Corrupt(f"{source.step}: a chunk of {piece.array!r} changed in RAM")
+        if gone:
+            why = TierUnavailable(f"{source.step}: RAM went away while the step was read there")
         source.note(tier, piece.key, piece.chunk, why)
     return failed
 

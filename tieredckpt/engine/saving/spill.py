@@ -234,7 +234,10 @@ class _Streaming:
             payloads: list[Payload] = []
             for done in pack:
                 nbytes, itemsize = done.cell.nbytes, self.snapshot.grids[done.cell.array].itemsize
-                memory = slab.array[done.offset : done.offset + encoding.stored_size(nbytes)]
+                try:
+                    memory = slab.bytes_at(done.offset, encoding.stored_size(nbytes))
+                except TierUnavailable as error:
+                    raise Refused(state.tiers[0], error) from error
                 need = encoding.room(nbytes, behind=True)
                 room = await batch.carve(scratch, need) if need else None
                 payloads.append(Payload(done.digest, nbytes, itemsize, memory, room))

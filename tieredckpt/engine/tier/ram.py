@@ -46,7 +46,7 @@ class Ram:
         return self.slab.used
 
     def memory(self, extent: Extent) -> Bytes:
-        """The bytes of a chunk where they lie, not verified. Raises `Corrupt` where the slab has no such bytes."""
+        """The bytes of a chunk where they lie, not verified. Raises as `Slab.bytes_at`."""
         return self.slab.bytes_at(extent.offset, extent.length)
 
     def locate(self, digest: bytes) -> Iterator[Extent]:

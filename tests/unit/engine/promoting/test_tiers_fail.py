@@ -33,7 +33,12 @@ from tieredckpt.config import StoreConfig
 from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.mode import alone
 from tieredckpt.engine.promoting.promoter import Promoter
+from tieredckpt.engine.restoring import reader
+from tieredckpt.engine.restoring.pieces import Piece
+from tieredckpt.engine.restoring.source import StepSource
+from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.lease import Lease
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 
@@ -449,6 +454,24 @@ async def test_ram_that_goes_away_is_no_failure_of_training(
         await store.flush()
         assert await store.where(3) == ("ram", "disk")
         assert [found.damaged for found in await store.verify(3)] == [(), ()]
+
+
+async def test_ram_that_goes_away_under_a_restore_leaves_it_to_the_next_tier(
+    two_tiers: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = reader._from_slab
+
+    async def disconnect(state: State, source: StepSource, tier: Tier, *more: Any) -> list[Piece]:
+        shutil.rmtree(tier.store.location)
+        await tier.disconnect()  # as its promoter does where its folder went away
+        return await read(state, source, tier, *more)
+
+    monkeypatch.setattr(reader, "_from_slab", disconnect)
+    async with CheckpointStore.open(two_tiers) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        restored = await store.restore()
+        assert_restored(restored, tree(1))
+        assert set(restored.sources) == {"ram", "disk"}  # small arrays are in the index
 
 
 async def test_ram_that_goes_away_before_the_close_keeps_nothing_from_being_closed(

@@ -20,6 +20,7 @@ from support.scenes import CHUNK, SOON, Heard, assert_restored, assert_same, con
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs import mapping
 from tieredckpt.blobs.ram import store as ram_module
+from tieredckpt.engine.saving import spill
 from tieredckpt.engine.saving.capture import Capture
 from tieredckpt.engine.saving.lazy import LazyCapture
 from tieredckpt.engine.scratch import Scratch
@@ -226,6 +227,26 @@ async def test_a_tier_that_fails_under_a_stream_leaves_it_to_the_next(
         assert slab_of(store).used == 0
         await assert_restores(store, {1: state(1)})
         faults["disk"].clear()
+
+
+async def test_ram_that_goes_away_while_a_tree_passes_through_it_is_no_failure_of_the_save(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = spill._Streaming._sealed
+
+    async def disconnect(streaming: Any, *arguments: Any) -> Any:
+        if (nearest := streaming.state.tiers[0]).blobs is not None:
+            shutil.rmtree(nearest.store.location)
+            await nearest.disconnect()  # as its promoter does where its folder went away
+        return await sealed(streaming, *arguments)
+
+    async with opened(grace=3600) as store:
+        heard = Heard(store)
+        monkeypatch.setattr(spill._Streaming, "_sealed", disconnect)
+        assert not (await store.save(1, state(1))).skipped
+        assert await store.where(1) == ("disk",)
+        assert [event for event in heard.of(TierFailed) if event.tier == "disk"] == []
+        await assert_restores(store, {1: state(1)})
 
 
 async def test_ram_that_is_made_anew_before_the_commit_leaves_the_save_to_the_next_tier(

@@ -18,7 +18,7 @@ from tieredckpt.engine.ranks.restore.transfer import ChunkTransfer, Terms, agree
 from tieredckpt.engine.restoring.pieces import Piece
 from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.state.state import Near, State
-from tieredckpt.errors import Corrupt, RanksUnavailable
+from tieredckpt.errors import Corrupt, RanksUnavailable, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["MessageBulk", "PeerExchange"]
@@ -143,7 +143,7 @@ class _Place:
             return None
         try:
             return tier.ram.memory(extent)
-        except Corrupt:
+        except (Corrupt, TierUnavailable):
             return None
 
     async def read(self, digest: bytes, memory: Bytes) -> str:
