@@ -97,8 +97,8 @@ async def send_part(state: State, transfer: Transfer, tier: Tier, step: StepId, 
     try:
         async with pinned(tier, step):
             index = await step_index.load(tier, step)
-            ram = tier.ram
-            assert ram is not None  # it has the step
+            if (ram := tier.ram) is None:
+                raise NotFound(f"tier {tier.name!r} went away, and {step} with it")
             # Without the bytes of its chunks, except small ones, which lie in the index.
             offer = await in_thread(encode_written, index, {}, pool=state.pool)
             await communicator.send([to], transfer.topic("offer"), offer)

@@ -281,6 +281,25 @@ async def test_a_giver_whose_ram_is_gone_says_so(shared_memory: Path) -> None:
             assert isinstance(end, NotFound)
 
 
+async def test_a_giver_whose_ram_goes_while_it_reads_the_part_says_so(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper waited for it until its deadline."""
+    read = step_index.read
+
+    async def disconnect(tier: Tier, step: StepId) -> Any:
+        found = await read(tier, step)
+        await tier.disconnect()
+        return found
+
+    async with nodes(shared_memory, World(2)) as (source, holder):
+        step = await source.save(1, tree(1))
+        source.tier.steps.indexes.clear()
+        monkeypatch.setattr(step_index, "read", disconnect)
+        for end in await copy(source, holder, step, 1):
+            assert isinstance(end, NotFound)
+
+
 async def test_a_keeper_whose_ram_is_gone_says_so(shared_memory: Path) -> None:
     async with nodes(shared_memory, World(2)) as (source, holder):
         step = await source.save(1, tree(1))
