@@ -166,7 +166,11 @@ class AgentClient:
                 _log.warning("an agent that called was not heard: %s", error)
                 await asyncio.sleep(_CALL_AGAIN)
                 continue
-            await self._end_talk()  # of several, the last has the folder's lock
+            try:
+                await self._end_talk()  # of several, the last has the folder's lock
+            except asyncio.CancelledError:
+                await wire.close()
+                raise
             self._talk = asyncio.create_task(self._talk_to(wire), name="tieredckpt agent's words")
 
     def _tell_absence(self, problem: TieredCkptError) -> None:
@@ -376,7 +380,12 @@ class AgentClient:
         if wire is None:
             yield
             return
-        pinning: asyncio.Future[None] = asyncio.ensure_future(self.ask(messages.Pin(step, tier.name), again=False))
+
+        async def pin() -> None:
+            if wire is self._wire:  # and no other agent, which nobody would tell to let the step go
+                await self._ask(wire, messages.Pin(step, tier.name), None)
+
+        pinning = asyncio.ensure_future(pin())
 
         def unpin(pinned: asyncio.Future[None]) -> None:
             if not pinned.cancelled() and pinned.exception() is None and wire is self._wire:
@@ -384,7 +393,7 @@ class AgentClient:
                 wire.send(messages.Request(self._number, messages.Unpin(step, tier.name)))
 
         try:
-            with suppress(TierUnavailable):
+            with suppress(TierUnavailable, Parted):
                 await shielded(pinning)
             yield
         finally:
