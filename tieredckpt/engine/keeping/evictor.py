@@ -190,6 +190,15 @@ class Evictor:
             tier.steps.leaving.discard(step)
             self._state.changed.notify()
 
+    async def drop_with_others(self, step: StepId, tier: Tier) -> bool:
+        """Drop this rank's part of a step that has left the RAM of another; whether it was still there."""
+        await self._state.changed.until(lambda: step not in tier.steps.leaving)
+        if step not in tier.steps.held:
+            return False
+        await self.drop_part(step, tier)
+        self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
+        return True
+
     async def drop_unreadable(self, step: StepId, tier: Tier) -> None:
         """Drop a step with a damaged index from RAM; its extents become free when the folder is opened again."""
         await commit_file.retract(tier, step)

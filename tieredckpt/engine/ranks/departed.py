@@ -46,5 +46,4 @@ class Departed:
         for serial, step in steps:
             found = StepId(serial, step)
             if first.in_memory and found in first.steps.held:
-                await self._evictor.drop_part(found, first)
-                self._state.events.emit(StepEvicted(step, serial, first.name))
+                await self._evictor.drop_with_others(found, first)

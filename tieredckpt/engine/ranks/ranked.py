@@ -343,11 +343,10 @@ class Ranked:
             tier.steps.drop(step)
             self._collector.evictor.tell_gone((step,), tier)
         elif step in tier.steps.held:
-            await self._collector.evictor.drop_part(step, tier)
+            if await self._collector.evictor.drop_with_others(step, tier):
+                self._departed.is_known(step)
             self.commits.forget(step)
             self.opening.give_back()
-            self._state.events.emit(StepEvicted(step.step, step.serial, tier.name))
-            self._departed.is_known(step)
         adopt_if_gone(self._state, step)
 
     def _tier_changed(self, changed: TierChanged) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from support.rank_insight import none, remembered
 from support.scenes import SOON, config, files_under, folder, pack_bytes, ram
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine.tier import commit_file
+from tieredckpt.engine.tier.ram import Ram
+from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import (
     Conflict,
     Corrupt,
@@ -28,6 +32,7 @@ from tieredckpt.errors import (
     TierUnavailable,
 )
 from tieredckpt.events import CommitFailed, StepEvicted, StepPromoted, TierFailed, TierRecovered
+from tieredckpt.format.manifest import StepId
 
 SIZE = 4
 
@@ -333,6 +338,33 @@ async def test_a_damaged_step_that_is_evicted_while_ranks_commit_it_anew_is_not_
         await ranks[0].flush()
         assert "disk" not in await ranks[0].where(1)
         assert place.steps() == []
+
+
+async def test_a_step_that_is_evicted_by_a_rank_and_by_all_at_a_time_is_told_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retract = commit_file.retract_from_ram
+    begun, may_go = threading.Event(), threading.Event()
+
+    async def slow(tier: Tier, memory: Ram, step: StepId) -> None:
+        if tier is tier_of(ranks[1], "ram"):
+            begun.set()
+            await asyncio.to_thread(may_go.wait, SOON)
+        await retract(tier, memory, step)
+
+    async with place.open(2) as ranks:
+        for step in (1, 2):
+            await ranks.reached(await ranks.save(step), "disk")
+        monkeypatch.setattr(commit_file, "retract_from_ram", slow)
+        evicting = asyncio.create_task(ranks[1].evict(1, "ram"))
+        await asyncio.to_thread(begun.wait, SOON)
+        await ranks[0].evict(1, "ram")
+        await asyncio.sleep(0.3)  # until rank 1 has heard of it
+        may_go.set()
+        await evicting
+        await ranks.reached(await ranks.save(3), "disk")
+        told = [event for event in ranks.heard[1].of(StepEvicted) if (event.step, event.tier) == (1, "ram")]
+        assert len(told) == 1
 
 
 async def test_a_step_that_lacks_a_pack_is_a_good_copy_once_ranks_have_committed_it_anew(place: Place) -> None:
