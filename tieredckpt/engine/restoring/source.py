@@ -152,7 +152,7 @@ class StepSource:
             async with AsyncExitStack() as stack:
                 try:
                     await stack.enter_async_context(pinned(tier, step))
-                    index = await step_index.load(tier, step, anew=anew)
+                    index = await (step_index.load_anew if anew else step_index.load)(tier, step)
                 except (Corrupt, NotFound, TierUnavailable) as error:
                     _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
                     unreadable.append((tier, error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,9 @@ __all__ = [
     "retract",
     "retract_from_ram",
 ]
+
+
+_log = logging.getLogger("tieredckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +137,8 @@ async def commit(
         tier.packs.mark_used(tier.steps.know(record, arrays, btree_key, index.nbytes))
         if first:
             tier.health.took_step()
-        if before is not None and before.btree_key and step not in tier.steps.indeterminate:
-            await tier.store.delete(before.btree_key)
+        if before is not None and step not in tier.steps.indeterminate:
+            await _delete_nodes(tier, before.btree_key)
 
 
 async def _put_manifest(tier: Tier, record: StepRecord, manifest: bytes, *, exclusive: bool) -> None:
@@ -149,6 +153,15 @@ async def _put_manifest(tier: Tier, record: StepRecord, manifest: bytes, *, excl
         if not await _is_of(tier, record):
             raise _others(tier, step) from error
         await tier.store.put(key, [manifest])  # the other came late: of a put that failed, before a restart perhaps
+
+
+async def _delete_nodes(tier: Tier, key: str) -> None:
+    """Delete the index nodes of a commit that was replaced, if it had any; what fails is left to the collector."""
+    if key:
+        try:
+            await tier.store.delete(key)
+        except TieredCkptError as error:
+            _log.warning("tier %r: %s could not be deleted, and stays for now: %s", tier.name, key, error)
 
 
 async def _is_of(tier: Tier, record: StepRecord) -> bool:

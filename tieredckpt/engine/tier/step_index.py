@@ -13,7 +13,7 @@ from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import layout, ocdbt
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, decode_step
 
-__all__ = ["check_record", "is_committed", "is_replaced", "load", "packs", "read", "root_key"]
+__all__ = ["check_record", "is_committed", "is_replaced", "load", "load_anew", "packs", "read", "root_key"]
 
 _MANIFEST_MAX = 1 << 20
 _BTREE_MAX = 1 << 30
@@ -63,30 +63,34 @@ def check_record(tier: Tier, step: StepId, record: StepRecord) -> None:
         raise Corrupt(f"tier {tier.name!r}: the folder of {step} holds {there} step where {wanted} ones belong")
 
 
-async def load(tier: Tier, step: StepId, *, anew: bool = False) -> StepIndex:
-    """The index of a step; recent ones are kept, and are not asked for ``anew``.
+async def load(tier: Tier, step: StepId) -> StepIndex:
+    """The index of a step; recent ones are kept. Raises `NotFound`, `Corrupt`, `TierUnavailable`."""
+    if (found := tier.steps.indexes.get(step)) is None or not tier.steps.has_own(step):
+        return await load_anew(tier, step)
+    tier.steps.indexes.remember(step, found)
+    return found
 
-    Raises `NotFound`, `Corrupt`, `TierUnavailable`.
-    """
+
+async def load_anew(tier: Tier, step: StepId) -> StepIndex:
+    """As `load`, but read from the tier though it may be known."""
     steps = tier.steps
     if (held := steps.own(step)) is None:
         raise NotFound(f"tier {tier.name!r} does not hold {step}")
-    found = None if anew else steps.indexes.get(step)
-    if found is None:
-        try:
-            found = await asyncio.to_thread(decode_step, *await read(tier, step))
-            check_record(tier, step, found.record)
-        except (Corrupt, NotFound) as error:
-            if is_replaced(tier, step, held):
-                return await load(tier, step, anew=anew)
-            if isinstance(error, Corrupt) and step in steps.held and not steps.held[step].whole:
-                tier.quarantine(step, error)  # as if it had been read at opening
-            raise
+    try:
+        found = await asyncio.to_thread(decode_step, *await read(tier, step))
+        check_record(tier, step, found.record)
+    except (Corrupt, NotFound) as error:
         if is_replaced(tier, step, held):
-            return await load(tier, step, anew=anew)
-        if steps.own(step) is None:  # it left, or the tier is being scanned again, and may hold another commit of it
-            return found
-    steps.indexes.remember(step, found)
+            return await load_anew(tier, step)
+        if isinstance(error, Corrupt) and step in steps.held and not steps.held[step].whole:
+            tier.quarantine(step, error)  # as if it had been read at opening
+        raise
+    if is_replaced(tier, step, held):
+        return await load_anew(tier, step)
+    if (
+        steps.own(step) is not None
+    ):  # else it left, or the tier is being scanned again, and may hold another commit of it
+        steps.indexes.remember(step, found)
     return found
 
 

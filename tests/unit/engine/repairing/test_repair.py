@@ -13,6 +13,7 @@ from support.scenes import Heard, assert_restored, config, folder, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.errors import TierUnavailable
 from tieredckpt.events import ChunkRepaired
 from tieredckpt.format.manifest import ArrayIndex, Chunk
 
@@ -55,4 +56,14 @@ async def test_bytes_in_an_index_that_two_find_damaged_are_repaired_once(scene: 
     found = await asyncio.gather(*(scene.store.verify(1, "disk", repair=True) for _ in range(2)))
     assert [(each.damaged, each.repaired) for (each,) in found] == [(("half",), True)] * 2
     assert len(heard.of(ChunkRepaired)) == 1
+    assert await scene.is_held()
+
+
+async def test_a_commit_whose_old_nodes_cannot_be_deleted_is_a_commit(scene: Scene, faults: FaultyTiers) -> None:
+    """They are left to the collector."""
+    (manifest,) = scene.manifests
+    manifest.write_bytes(b"damaged")
+    faults["disk"].fail("delete", TierUnavailable("no answer"), key="steps/*1-*/btree*")
+    (found,) = await scene.store.verify(1, "disk", repair=True)
+    assert found.repaired
     assert await scene.is_held()
