@@ -59,7 +59,7 @@ class Reads:
             with suppress(Corrupt, NotFound):  # which are answers
                 await marker_file.read(self.tier.store)
         except TierUnavailable:
-            raise error from None
+            raise error from error.__cause__  # which `from None` would take away
 
     def check(self) -> None:
         """Raise the first error if several steps could not be read, and none could."""

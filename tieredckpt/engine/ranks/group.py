@@ -296,7 +296,7 @@ def _rather(failure: Exception | None) -> Iterator[None]:
         yield
     except RanksUnavailable:
         if failure is not None:
-            raise failure from None
+            raise failure from failure.__cause__  # which `from None` would take away
         raise
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from reliability.tiers import FaultyTiers
-from support.insight import flip
+from support.insight import flip, tier_of
 from support.scenes import Heard, assert_restored, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.opening.unreadable import Reads
 from tieredckpt.errors import Corrupt, NoSpace, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
 from tieredckpt.testing.faulty import Faulty
@@ -223,3 +224,14 @@ async def test_a_restore_that_passes_over_an_unreadable_step_forks_before_it(
         await store.collect()
         await go_on_from_2(store, lambda: flip(manifest, -1))
     await assert_3_is_new(settings)
+
+
+async def test_what_a_tier_that_does_not_answer_said_is_the_cause(settings: StoreConfig, faults: FaultyTiers) -> None:
+    """What the operating system said was lost."""
+    error = TierUnavailable("the disk cannot be read")
+    error.__cause__ = OSError(5, "Input/output error")
+    async with CheckpointStore.open(settings) as store:
+        faults["disk"].fail("get", BAD)
+        with pytest.raises(TierUnavailable, match="the disk cannot be read") as raised:
+            await store._life.loop.call(Reads(tier_of(store, "disk")).note(error))
+    assert isinstance(raised.value.__cause__, OSError)
