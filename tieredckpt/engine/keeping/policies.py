@@ -100,9 +100,11 @@ def why_not_due(state: State, step: StepId, tier: Tier) -> str:
         return "a deletion of it there has failed and may still be carried out"
     if not state.on_line(step.serial):
         return "it is not on the branch that is trained"
+    names = " and ".join(repr(each.name) for each in nearer)
     if not any(step in each.steps.held for each in nearer):
-        names = " and ".join(repr(each.name) for each in nearer)
         return f"it left {names} before that tier, which is slower than steps are saved, had taken it"
+    if not any(each.steps.has_chunks(step) for each in nearer):
+        return f"it lacks chunks on {names}, as `tieredckpt verify` tells"
     view = state.view(at_rest=True)
     mine = view.find(step)
     with suppress(Exception):  # a policy that fails is told of where it is asked

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from reliability.tiers import FaultyTiers
 from support.commit_scene import MANIFEST, Scene
 from support.insight import flip_chunk, tier_of
-from support.scenes import Heard, assert_restored, config, folder, polled, tree
+from support.scenes import Heard, assert_restored, config, folder, polled, ram, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.errors import TierUnavailable
-from tieredckpt.events import ChunkRepaired, StepPromoted
+from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.events import ChunkRepaired, StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
 
@@ -75,3 +76,20 @@ async def test_a_step_of_which_only_the_commit_is_damaged_is_committed_anew_and_
         await polled(lambda: tier_of(store, "disk").steps.has_good(StepId(1, 1)))
     async with CheckpointStore.open(config(tiers)) as store:
         assert_restored(await store.restore(1), tree(1))
+
+
+async def test_who_waits_for_a_step_that_lacks_chunks_is_told_so(
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+) -> None:
+    """Newer steps were said to have come first, where there was none."""
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})) as store:
+        heard = Heard(store)
+        faults["disk"].kill()
+        checkpoint = await store.save(1, tree(1))
+        await heard.first(TierFailed)
+        await flip_chunk(store, "ram", 1, "params/w0")
+        assert (await store.verify(1, "ram", repair=True))[0].lost
+        faults["disk"].revive()
+        await heard.first(TierRecovered)
+        with pytest.raises(NotFound, match="is not due on tier 'disk': it lacks chunks on 'ram', as `tieredckpt veri"):
+            await checkpoint.reached("disk")
