@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.repairing.check import Checked, find_damage
 from tieredckpt.engine.repairing.repair import repair_chunks, repair_index
@@ -16,7 +15,7 @@ from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId, StepIndex, decode_step
+from tieredckpt.format.manifest import StepId, StepIndex
 
 __all__ = ["Verified", "Verifier", "to_verify"]
 
@@ -165,7 +164,7 @@ async def _is_readable(tier: Tier, step: StepId) -> bool:
     """Whether a commit can be read after all: it was only misread, or there is a new one, even though that failed."""
     held = tier.steps.own(step)
     try:
-        await in_thread(decode_step, *await step_index.read(tier, step))
+        await step_index.load_anew(tier, step)
     except TieredCkptError:
         return step_index.is_replaced(tier, step, held)
     return True

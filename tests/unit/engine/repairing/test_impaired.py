@@ -12,6 +12,8 @@ from support.insight import flip_chunk, tier_of
 from support.scenes import Heard, assert_restored, config, folder, polled, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.engine.tier import commit_file, step_index
+from tieredckpt.engine.tier.commit_file import Encoded
 from tieredckpt.errors import NotFound, TierUnavailable
 from tieredckpt.events import ChunkRepaired, StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
@@ -93,3 +95,22 @@ async def test_who_waits_for_a_step_that_lacks_chunks_is_told_so(
         await heard.first(TierRecovered)
         with pytest.raises(NotFound, match="is not due on tier 'disk': it lacks chunks on 'ram', as `tieredckpt veri"):
             await checkpoint.reached("disk")
+
+
+async def test_a_commit_of_another_step_that_cannot_be_replaced_is_no_good_copy(
+    scene: Scene, faults: FaultyTiers
+) -> None:
+    tier = scene.tier
+
+    async def encode() -> Encoded:
+        other = await step_index.load(tier, max(tier.steps.held))
+        return await commit_file.encode(tier, other.record, other.arrays, tier.steps.held[scene.step].btree_key)
+
+    other = await scene.store._life.loop.call(encode())
+    (manifest,) = scene.manifests
+    manifest.write_bytes(other.index.manifest)
+    (scene.disk / other.btree_key).write_bytes(other.index.btree)
+    faults["disk"].fail("put", TierUnavailable("no answer"), key=MANIFEST)
+    (found,) = await scene.store.verify(1, "disk", repair=True)
+    assert not found.repaired
+    assert not tier.steps.has_good(scene.step)
