@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -160,6 +161,24 @@ def test_nothing_is_replaced(store: Path, tmp_path: Path, scheme: str) -> None:
     result = run("export", store, "--to", f"{scheme}:{tmp_path / 'out'}")
     assert result.stderr.startswith("Conflict: ")
     assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_an_export_beside_one_that_fails_makes_their_folder_again(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that failed takes the folder away which both have made."""
+    made = tempfile.mkdtemp
+
+    def removed(*arguments: Any, dir: Path, **more: Any) -> str:
+        monkeypatch.undo()
+        dir.rmdir()
+        return made(*arguments, dir=dir, **more)
+
+    save(store, {"w": np.arange(100.0)})
+    with CheckpointStore.open_sync(store, read_only=True) as opened:
+        monkeypatch.setattr(tempfile, "mkdtemp", removed)
+        export_step(opened, f"npz:{tmp_path}/new/arrays.npz")
+    assert (tmp_path / "new" / "arrays.npz").is_file()
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])

@@ -172,8 +172,10 @@ def _beside(to: Path) -> Iterator[Path]:
     """A new folder beside ``to``, which is removed at the end, as are folders above that were made and stayed empty."""
     missing = [folder for folder in to.parents if not os.path.lexists(folder)]
     try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=".tieredckpt-", dir=to.parent))
+        try:
+            beside = _made_in(to.parent)
+        except FileNotFoundError:  # another export that has made the folder, too, has failed, and removed it
+            beside = _made_in(to.parent)
         try:
             yield beside
         finally:
@@ -182,6 +184,11 @@ def _beside(to: Path) -> Iterator[Path]:
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _made_in(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".tieredckpt-", dir=folder))
 
 
 def _link_or_rename(unfinished: Path, to: Path) -> None:

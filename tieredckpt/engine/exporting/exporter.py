@@ -68,7 +68,9 @@ class _Export:
     known: bool = False
     """Whether ``exported`` is what is there: its place was looked at."""
     stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
-    """Steps that cannot be exported, whatever time passes."""
+    """Steps that cannot be exported, whatever time passes, or until what is in their place was moved away."""
+    look_at: float = math.inf
+    """When steps are tried again whose place was taken (monotonic seconds)."""
     told: set[StepId] = field(default_factory=set)
     """Steps of ``stuck`` whose error `Exporter.drained` has raised: it does not raise that again."""
     health: Health = field(default_factory=Health)
@@ -111,6 +113,7 @@ class Exporter:
         try:
             while not being_cancelled():
                 for export in self._exports:
+                    _forget_conflicts(export)
                     await self._look(export)
                 if (found := self._next()) is not None:
                     export, step = found
@@ -121,6 +124,7 @@ class Exporter:
                     self._state.changed.notify()
                 healths = [it.health if it.health.error else it.deleting for it in self._exports if it.hanging is None]
                 soonest = min((each.retry_at for each in healths if each.error), default=math.inf)
+                soonest = min([soonest, *(each.look_at for each in self._exports)])
                 wait = max(_SHORTEST_WAIT, soonest - time.monotonic())
                 await self._state.changed.wait(min(wait, limits.in_force.ask_policies_again))
         finally:
@@ -194,7 +198,12 @@ class Exporter:
         except StepLeft as error:
             _log.info("export %r: %s", export.config.name, error)
             await asyncio.sleep(limits.in_force.look_for_room)  # or it would begin anew before the save has its memory
-        except (Invalid, Corrupt, Conflict) as error:
+        except Conflict as error:
+            export.stuck[step] = error
+            delay = limits.in_force.last_retry
+            export.look_at = min(export.look_at, time.monotonic() + delay)
+            self._tell(export, f"{step} was not exported", step, error, delay)
+        except (Invalid, Corrupt) as error:
             export.stuck[step] = error
             self._failed(export, step, error, for_good=True)
         except (TieredCkptError, OSError) as error:
@@ -370,6 +379,13 @@ class Exporter:
     def infos(self) -> tuple[ExportInfo, ...]:
         """Every export as it is now, by name."""
         return tuple(_info(export) for export in sorted(self._exports, key=lambda each: each.config.name))
+
+
+def _forget_conflicts(export: _Export) -> None:
+    if export.look_at <= time.monotonic():
+        export.look_at = math.inf
+        for step in [step for step, error in export.stuck.items() if isinstance(error, Conflict)]:
+            del export.stuck[step]
 
 
 def _info(export: _Export) -> ExportInfo:

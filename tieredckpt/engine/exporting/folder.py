@@ -162,7 +162,7 @@ class Folder:
 
     def _begin(self, to: Path, before: Record | None) -> Path:
         self._path.mkdir(parents=True, exist_ok=True)
-        if before is None and os.path.lexists(to):
+        if os.path.lexists(to) and (before is None or not _is_of(before, to)):
             raise places.other_than(str(to))
         return Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._path))
 

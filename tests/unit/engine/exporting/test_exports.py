@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.exports import Open, Paused, exported, heard, names, replace_writer, tree
 from support.limits import limit
+from support.scenes import SOON
 
 from tieredckpt import Conflict, Corrupt, Invalid, TierUnavailable
 from tieredckpt.blobs.posix import stream
@@ -424,6 +425,28 @@ def test_what_is_no_export_of_this_store_is_not_replaced(open_store: Open, tmp_p
     with pytest.raises(Conflict, match="step-1 exists and is no export of this store"):
         store.flush()
     assert names(tmp_path / "out" / "step-1") == ["mine"]
+
+
+def test_a_step_is_exported_once_what_was_in_its_place_was_moved_away(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the error asks for; it took a restart."""
+    limit(monkeypatch, last_retry=0.2)
+    (tmp_path / "out" / "step-1").mkdir(parents=True)
+    store = open_store(hf={"format": "safetensors"})
+    done = heard(store, StepExported)
+    store.save(1, tree(1))
+    with pytest.raises(Conflict, match="step-1 exists and is no export of this store; move it away"):
+        store.flush()
+    store.save(2, tree(2))
+    store.flush()
+    assert [event.step for event in done] == [2]
+    (tmp_path / "out" / "step-1").rmdir()
+    ends = time.monotonic() + SOON
+    while len(done) < 2 and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert [event.step for event in done] == [2, 1]
+    assert store.export_infos()[0].problem == ""
 
 
 def test_a_step_that_is_saved_again_is_exported_again(open_store: Open, tmp_path: Path) -> None:
