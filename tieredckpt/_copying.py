@@ -123,9 +123,9 @@ async def _refuse_one_place(there: StoreConfig, here: StoreConfig) -> None:
 
 
 def _as_path(tier: TierConfig, place: Place) -> Path:
-    """The place of a tier as a path, which for a URL begins with its service."""
+    """The place of a tier as a path; a URL as a relative one, which lies in no folder and begins with its service."""
     url = str(getattr(tier, "url", ""))
-    return Path("/", place.location.removeprefix(url), url)
+    return Path(place.location.removeprefix(url), url)
 
 
 async def _copy(

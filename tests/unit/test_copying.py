@@ -321,3 +321,8 @@ async def test_a_prefix_in_that_of_the_source_is_refused(source: StoreConfig, s3
     beside = config({"s3": s3_place.tier(url=f"{s3_place.url}-copy", retain="all")})
     await copy_steps(far, beside)
     assert await content(beside) == await content(far)
+
+
+async def test_no_bucket_lies_in_a_folder(s3_place: Place) -> None:
+    with pytest.raises(NotFound, match="there is no store"):
+        await copy_steps(disk(Path("/")), config({"s3": s3_place.tier()}))
