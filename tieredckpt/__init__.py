@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         Striping,
         TierConfig,
     )
-    from tieredckpt.engine.exporting.exporter import ExportInfo
+    from tieredckpt.engine.exporting.export import ExportInfo
     from tieredckpt.engine.inventory import ArrayInfo, DamagedStep, Scalar, StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
     from tieredckpt.engine.ranks.communicator import Communicator
@@ -170,7 +170,7 @@ _HOMES = {
     "tieredckpt.config": (
         "ChfsTier ExportConfig KvstoreTier LustreTier NfsTier PosixTier RamTier StoreConfig Striping TierConfig"
     ),
-    "tieredckpt.engine.exporting.exporter": "ExportInfo",
+    "tieredckpt.engine.exporting.export": "ExportInfo",
     "tieredckpt.engine.inventory": "ArrayInfo DamagedStep Scalar StepDetails StepInfo TierInfo",
     "tieredckpt.engine.keeping.collector": "Collected",
     "tieredckpt.engine.ranks.communicator": "Communicator",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tieredckpt.config import StoreConfig
-    from tieredckpt.engine.exporting.exporter import ExportInfo
+    from tieredckpt.engine.exporting.export import ExportInfo
     from tieredckpt.engine.inventory import StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
     from tieredckpt.engine.repairing.verify import Verified

@@ -169,10 +169,10 @@ def test_an_export_beside_one_that_fails_makes_their_folder_again(
     """The one that failed takes the folder away which both have made."""
     made = tempfile.mkdtemp
 
-    def removed(*arguments: Any, dir: Path, **more: Any) -> str:
+    def removed(**more: Any) -> str:
         monkeypatch.undo()
-        dir.rmdir()
-        return made(*arguments, dir=dir, **more)
+        more["dir"].rmdir()
+        return made(**more)
 
     save(store, {"w": np.arange(100.0)})
     with CheckpointStore.open_sync(store, read_only=True) as opened:

@@ -19,7 +19,6 @@ ELSEWHERE = {
     "bench/peers": ("tests/benchmarks",),
     "blobs/kvstore": ("tests/unit/blobs/test_kvstore.py", "tests/conformance"),
     "blobs/wrap": ("tests/unit/blobs/test_wrap.py",),
-    "engine/repairing": ("tests/crash/test_scrub.py", "tests/crash/test_damage.py", "tests/unit/cli/test_verify.py"),
     "integrations": ("tests/integrations",),
     "integrations/orbax": ("tests/integrations/test_orbax_manager.py", "tests/integrations/test_orbax_loops.py"),
     "interchange": ("tests/integrations/test_interchange.py", "tests/unit/engine/exporting"),

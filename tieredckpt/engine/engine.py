@@ -24,7 +24,8 @@ from tieredckpt.devices.base import Bytes
 from tieredckpt.devices.memory import HostMemory
 from tieredckpt.engine import limits
 from tieredckpt.engine.admin import DerivedAdmin
-from tieredckpt.engine.exporting.exporter import Exporter, ExportInfo
+from tieredckpt.engine.exporting.export import ExportInfo
+from tieredckpt.engine.exporting.exporter import Exporter
 from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.safety import why_kept

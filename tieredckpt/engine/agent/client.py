@@ -385,13 +385,12 @@ class AgentClient:
             if wire is self._wire:  # and no other agent, which nobody would tell to let the step go
                 await self._ask(wire, messages.Pin(step, tier.name), None)
 
-        pinning = asyncio.ensure_future(pin())
-
         def unpin(pinned: asyncio.Future[None]) -> None:
             if not pinned.cancelled() and pinned.exception() is None and wire is self._wire:
                 self._number += 1
                 wire.send(messages.Request(self._number, messages.Unpin(step, tier.name)))
 
+        pinning = asyncio.ensure_future(pin())
         try:
             with suppress(TierUnavailable, Parted):
                 await shielded(pinning)

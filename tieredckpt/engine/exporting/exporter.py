@@ -8,16 +8,16 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import msgspec
 
 from tieredckpt.blobs.posix.stream import Blocks
 from tieredckpt.concurrency import being_cancelled, in_thread, note, on_own_thread, outlast
 from tieredckpt.config.exports import ExportConfig
-from tieredckpt.config.formats import Format, format_named
+from tieredckpt.config.formats import format_named
 from tieredckpt.engine import limits
 from tieredckpt.engine.exporting import due
+from tieredckpt.engine.exporting.export import Export, ExportInfo
 from tieredckpt.engine.exporting.folder import Folder, mapped
 from tieredckpt.engine.exporting.held_step import HeldStep, Reading, StepLeft
 from tieredckpt.engine.exporting.objects import Objects
@@ -26,13 +26,12 @@ from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.promoting.waiting import again
 from tieredckpt.engine.restoring.restore import Repair
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.tier import Health
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ExportFailed, StepExported
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.tree.select import select
 
-__all__ = ["ExportInfo", "Exporter"]
+__all__ = ["Exporter"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -40,49 +39,6 @@ _KEYS_TOLD = 100
 _SHORTEST_WAIT = 0.05
 _LONG = 10.0
 """Seconds after which a deletion that fails is the last one for a while: the others may take as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExportInfo:
-    """An export as it is now."""
-
-    name: str
-    format: str
-    to: str
-    steps: tuple[int, ...]
-    """The steps whose exports are there, as far as this process knows, ascending."""
-    exporting: int | None
-    """The step that is being exported."""
-    problem: str
-    """Why a step that is due could not be exported, or an export be deleted; empty if nothing failed."""
-
-
-@dataclass
-class _Export:
-    """One export, and what is known of it."""
-
-    config: ExportConfig
-    format: Format
-    place: Place
-    exported: due.Exported
-    known: bool = False
-    """Whether ``exported`` is what is there: its place was looked at."""
-    stuck: dict[StepId, TieredCkptError] = field(default_factory=dict)
-    """Steps that cannot be exported, whatever time passes, or until what is in their place was moved away."""
-    look_at: float = math.inf
-    """When steps are tried again whose place was taken (monotonic seconds)."""
-    told: set[StepId] = field(default_factory=set)
-    """Steps of ``stuck`` whose error `Exporter.drained` has raised: it does not raise that again."""
-    health: Health = field(default_factory=Health)
-    deleting: Health = field(default_factory=Health)
-    """Of the deletion of exports that are not kept, which holds up no new one."""
-    busy: StepId | None = None
-    hanging: asyncio.Future[None] | None = None
-    """A thread that was left behind in the device."""
-
-    @property
-    def to(self) -> str:
-        return self.config.to
 
 
 class Exporter:
@@ -100,7 +56,7 @@ class Exporter:
         self._blocks: Blocks | None = None
         """Memory that one export after the other uses."""
         self._exports = [
-            _Export(each, format_named(each.format), _place_of(state, each), due.Exported(state, each))
+            Export(each, format_named(each.format), _place_of(state, each), due.Exported(state, each))
             for each in exports
         ]
         self._rests = 0
@@ -113,7 +69,7 @@ class Exporter:
         try:
             while not being_cancelled():
                 for export in self._exports:
-                    _forget_conflicts(export)
+                    export.forget_conflicts()
                     await self._look(export)
                 if (found := self._next()) is not None:
                     export, step = found
@@ -132,7 +88,7 @@ class Exporter:
                 with suppress(TieredCkptError):
                     await export.place.close()
 
-    def _next(self) -> tuple[_Export, StepId | None] | None:
+    def _next(self) -> tuple[Export, StepId | None] | None:
         """The export that waits, and its newest step; None for a deletion that is to be made again."""
         for export in self._exports:
             if not export.known or not self._may_try(export):
@@ -154,21 +110,21 @@ class Exporter:
                 return export, step
         return None
 
-    def _works_again(self, export: _Export) -> None:
+    def _works_again(self, export: Export) -> None:
         if export.health.recover():
             _log.info("export %r works again", export.config.name)
 
-    def _due(self, export: _Export) -> StepId | None:
+    def _due(self, export: Export) -> StepId | None:
         return due.next_due(self._state, export.config, export.exported, export.stuck, busy=export.busy is not None)
 
-    def _may_try(self, export: _Export) -> bool:
+    def _may_try(self, export: Export) -> bool:
         if export.hanging is not None:
             if not export.hanging.done():  # each attempt would leave one more thread, and its memory
                 return False
             export.hanging = None
         return export.health.error is None or export.health.retry_at <= time.monotonic()
 
-    async def _look(self, export: _Export) -> None:
+    async def _look(self, export: Export) -> None:
         """Find out what is exported, before anything else, and delete what was left unfinished."""
         if export.known or not self._may_try(export) or self._state.identity.marker is None:
             return
@@ -191,7 +147,7 @@ class Exporter:
             _log.exception("export %r: unexpected failure", export.config.name)
             self._failed(export, None, TierUnavailable(str(error)))
 
-    async def _export(self, export: _Export, step: StepId) -> None:
+    async def _export(self, export: Export, step: StepId) -> None:
         export.busy = step
         try:
             await self._make(export, step)
@@ -223,11 +179,11 @@ class Exporter:
             export.busy = None
             self._state.changed.notify()
 
-    def _failed(self, export: _Export, step: StepId | None, error: Exception, *, for_good: bool = False) -> None:
+    def _failed(self, export: Export, step: StepId | None, error: Exception, *, for_good: bool = False) -> None:
         what = "its place cannot be looked at" if step is None else f"{step} was not exported"
         self._tell(export, what, step, error, None if for_good else export.health.fail(error))
 
-    def _tell(self, export: _Export, what: str, step: StepId | None, error: Exception, retry_in: float | None) -> None:
+    def _tell(self, export: Export, what: str, step: StepId | None, error: Exception, retry_in: float | None) -> None:
         then = "" if retry_in is None else f", next try in {retry_in:.1f} s"
         _log.warning("export %r: %s%s: %s", export.config.name, what, then, error)
         number, serial = (None, None) if step is None else (step.step, step.serial)
@@ -235,7 +191,7 @@ class Exporter:
 
     # -- one export ---------------------------------------------------------------------------------------
 
-    async def _make(self, export: _Export, step: StepId) -> None:
+    async def _make(self, export: Export, step: StepId) -> None:
         begin = time.monotonic()
         marker = self._state.identity.marker
         assert marker is not None
@@ -274,7 +230,7 @@ class Exporter:
             StepExported(step.step, step.serial, export.config.name, to, nbytes, seconds, lag, told, len(left_out))
         )
 
-    async def _content(self, export: _Export, index: StepIndex, reading: Reading, blocks: Blocks) -> HeldStep:
+    async def _content(self, export: Export, index: StepIndex, reading: Reading, blocks: Blocks) -> HeldStep:
         """The leaves of a step that are exported. Raises `Invalid`, naming a key or part that the step lacks."""
         config, step = export.config, reading.step
         await self._state.ram_gate.quiet()
@@ -297,7 +253,7 @@ class Exporter:
                     raise Invalid(f"{step} has nothing to export: {error}") from error
         raise AssertionError
 
-    async def _write(self, export: _Export, held: HeldStep, writing: Writing) -> None:
+    async def _write(self, export: Export, held: HeldStep, writing: Writing) -> None:
         """Write the step by its format, on a thread of its own."""
         to, options = export.to, export.config.options
 
@@ -335,7 +291,7 @@ class Exporter:
             writing.give_up()
             raise
 
-    async def _delete_unkept(self, export: _Export) -> None:
+    async def _delete_unkept(self, export: Export) -> None:
         """Delete the exports that are not kept."""
         failure: Exception | None = None
         for record in due.not_kept(self._state, export.config, export.exported):
@@ -378,28 +334,7 @@ class Exporter:
 
     def infos(self) -> tuple[ExportInfo, ...]:
         """Every export as it is now, by name."""
-        return tuple(_info(export) for export in sorted(self._exports, key=lambda each: each.config.name))
-
-
-def _forget_conflicts(export: _Export) -> None:
-    if export.look_at <= time.monotonic():
-        export.look_at = math.inf
-        for step in [step for step, error in export.stuck.items() if isinstance(error, Conflict)]:
-            del export.stuck[step]
-
-
-def _info(export: _Export) -> ExportInfo:
-    problem: Exception | None = export.health.error
-    if problem is None:
-        problem = export.stuck[max(export.stuck)] if export.stuck else export.deleting.error
-    return ExportInfo(
-        name=export.config.name,
-        format=export.config.format,
-        to=export.to,
-        steps=tuple(sorted(export.exported)) if export.known else (),
-        exporting=None if export.busy is None else export.busy.step,
-        problem="" if problem is None else str(problem),
-    )
+        return tuple(export.info() for export in sorted(self._exports, key=lambda each: each.config.name))
 
 
 def _place_of(state: State, export: ExportConfig) -> Place:

@@ -125,50 +125,43 @@ class StepSource:
             NotFound: no tier holds it.
             Corrupt, TierUnavailable: every tier that should hold it failed; the last error.
         """
-        async with unless_moved(state, step), cls._open(state, step, only, anew, chosen) as source:
-            yield source
-
-    @classmethod
-    @asynccontextmanager
-    async def _open(
-        cls, state: State, step: StepId, only: Tier | None, anew: bool, chosen: ChosenStep | None
-    ) -> AsyncIterator[StepSource]:
-        if step in state.deleting:
-            raise NotFound(f"{step} is being deleted")
-        merged = chosen or (state.left_by_ranks(step) if only is None else None)
-        if merged is not None:
-            passing = None if chosen is None else chosen.passing
-            async with merged.near() as near:
-                indexes = {merged.tier.name: merged.index}
-                yield cls(state, step, merged.tier, merged.index, near=near, passing=passing, _indexes=indexes)
-            return
-        unreadable: list[tuple[Tier, TieredCkptError]] = []
-        asked = [only] if only is not None else state.holders(step)
-        for tier in asked:
-            if step in tier.steps.leaving:  # no reader pins it any more
-                continue
-            if only is None and state.membership.size > 1 and not tier.shared:  # which has a part of it
-                continue
-            async with AsyncExitStack() as stack:
-                try:
-                    await stack.enter_async_context(pinned(tier, step))
-                    index = await (step_index.load_anew if anew else step_index.load)(tier, step)
-                except (Corrupt, NotFound, TierUnavailable) as error:
-                    _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
-                    unreadable.append((tier, error))
-                    report_silent(state, tier, error)
-                    ask_again(asked, tier, error)
-                    continue
-                yield cls(state, step, tier, index, unreadable=unreadable, _indexes={tier.name: index})
+        async with unless_moved(state, step):
+            if step in state.deleting:
+                raise NotFound(f"{step} is being deleted")
+            merged = chosen or (state.left_by_ranks(step) if only is None else None)
+            if merged is not None:
+                passing = None if chosen is None else chosen.passing
+                async with merged.near() as near:
+                    indexes = {merged.tier.name: merged.index}
+                    yield cls(state, step, merged.tier, merged.index, near=near, passing=passing, _indexes=indexes)
                 return
-        for tier, problem in unreadable:
-            if isinstance(problem, TierUnavailable):
-                raise SilentSource(
-                    f"{step} cannot be read while tier {tier.name!r} does not answer: {problem}"
-                ) from problem
-        if unreadable:
-            raise unreadable[-1][1]
-        raise NotFound(f"no tier holds {step}")
+            unreadable: list[tuple[Tier, TieredCkptError]] = []
+            asked = [only] if only is not None else state.holders(step)
+            for tier in asked:
+                if step in tier.steps.leaving:  # no reader pins it any more
+                    continue
+                if only is None and state.membership.size > 1 and not tier.shared:  # which has a part of it
+                    continue
+                async with AsyncExitStack() as stack:
+                    try:
+                        await stack.enter_async_context(pinned(tier, step))
+                        index = await (step_index.load_anew if anew else step_index.load)(tier, step)
+                    except (Corrupt, NotFound, TierUnavailable) as error:
+                        _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)
+                        unreadable.append((tier, error))
+                        report_silent(state, tier, error)
+                        ask_again(asked, tier, error)
+                        continue
+                    yield cls(state, step, tier, index, unreadable=unreadable, _indexes={tier.name: index})
+                    return
+            for tier, problem in unreadable:
+                if isinstance(problem, TierUnavailable):
+                    raise SilentSource(
+                        f"{step} cannot be read while tier {tier.name!r} does not answer: {problem}"
+                    ) from problem
+            if unreadable:
+                raise unreadable[-1][1]
+            raise NotFound(f"no tier holds {step}")
 
     @property
     def in_slab(self) -> Slab | None:
