@@ -87,6 +87,13 @@ async def test_a_damaged_verdict_is_found_anew(s3_place: Place, between: Proxy, 
     assert (await opened(s3_place, between)).traits.create_only
 
 
+async def test_a_verdict_of_another_version_is_found_anew(s3_place: Place, between: Proxy) -> None:
+    """What its words mean there is not known here."""
+    told = {"version": 2, "endpoint": between.url, "create_only": False}
+    await s3_place.bucket.put(VERDICT, json.dumps(told).encode())
+    assert (await opened(s3_place, between)).traits.create_only
+
+
 async def test_readers_write_nothing_and_need_no_verdict(s3_place: Place, between: Proxy) -> None:
     between.fail("PUT", deny, times=None)
     await opened(s3_place, between, read_only=True)

@@ -344,6 +344,13 @@ def test_a_deletion_that_the_server_refuses_is_not_taken_for_one_that_may_come_l
     assert says in str(refusal)
 
 
+@pytest.mark.parametrize(("doing", "kind"), [("written", TierUnavailable), ("read", NotFound), ("looked at", NotFound)])
+def test_a_put_finds_nothing_missing(doing: str, kind: type[Exception]) -> None:
+    """Else a promotion would take the step for one that has left."""
+    refusal = meaning(FileNotFoundError("Object at location a not found"), f"a was not {doing}", doing, exclusive=False)
+    assert type(refusal) is kind
+
+
 async def test_a_proxy_whose_server_is_gone_is_not_asked_until_the_deadline(store: BlobStore, between: Proxy) -> None:
     between.fail("PUT", lambda request: request.refuse(503, "no healthy upstream"), times=None)
     with pytest.raises(TierUnavailable):
