@@ -109,6 +109,8 @@ class Collector:
                 return True
             if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
                 return False  # what is evicted now would make no room yet
+            if tier.steps.held.keys() - (await packs_by_step(tier)).keys():
+                return False
         for step in filter(tier.steps.has_own, going):  # others have no room here
             if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
                 continue
@@ -123,6 +125,8 @@ class Collector:
         if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
             return 0  # for now they stay
         used = await packs_by_step(tier)
+        if tier.steps.held.keys() - used.keys():
+            return 0  # nothing is collected while a step that leaves cannot be read
         going = set[str]().union(*(used.pop(step, ()) for step in steps))
         return sum(tier.packs.sizes.get(key, 0) for key in going - self._packs_in_use(tier, used, math.inf))
 

@@ -39,7 +39,7 @@ from tieredckpt.engine.opening.connect import connect
 from tieredckpt.engine.tier import commit_file, step_index, steps
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NoSpace, TierUnavailable
-from tieredckpt.events import TierRecovered
+from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.ocdbt import Extent
@@ -230,6 +230,32 @@ async def test_packs_of_a_step_that_cannot_be_read_while_it_leaves_stay_until_it
         await store.collect()
         assert await store.where(1) == ("disk", "far")
         assert all(found.intact for found in await store.verify(1))
+
+
+async def test_a_full_tier_evicts_nothing_while_a_step_that_cannot_be_read_leaves(
+    place: Place, faults: FaultyTiers
+) -> None:
+    """Promise 6 apart, it was in vain: no pack goes meanwhile, and so all steps went that may go."""
+    disk = folder(place.disk, retain="all", capacity=6 * ARRAYS * (CHUNK + 4096))
+    async with opened(place, disk) as store:
+        for step in range(1, 6):
+            await (await store.save(step, changed(step))).reached("disk")
+        await store.flush()
+        tier, first = tier_of(store, "disk"), StepId(1, 1)
+        tier.steps.indexes.forget(first)
+        faults["disk"].fail("get", Corrupt("misread"), key="steps/*1-*/btree*", times=None)
+        held = faults["disk"].hold("delete", key="steps/*1-*/manifest.ocdbt")
+        evicting = asyncio.create_task(store.evict(1, "disk"))
+        await held.reached()
+        heard = Heard(store)
+        for step in (6, 7):
+            await store.save(step, changed(step))
+        await heard.first(TierFailed, lambda event: event.tier == "disk")
+        assert [step.step for step in tier.steps.held] == [1, 2, 3, 4, 5]
+        held.release()
+        await evicting
+        await heard.first(StepPromoted, lambda event: (event.step, event.tier) == (7, "disk"))
+        assert {4, 5} <= {step.step for step in tier.steps.held}
 
 
 async def test_what_is_being_written_stays_however_far_ahead_the_clock_of_this_host_is(place: Place) -> None:
