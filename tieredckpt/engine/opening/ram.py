@@ -25,6 +25,7 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import being_cancelled, in_thread, on_own_thread_within
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.ram_choice import is_copy, is_of_ram_alone, notes
+from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.tier import Tier
@@ -237,18 +238,22 @@ async def _noted(state: State, tier: Tier, known: dict[str, Place]) -> Place | N
     noted = known.get(place.location)
     if noted is not None and noted.seen and place.inode is None and place.location.startswith("/"):
         return noted  # what is seen now is not what the tier has: it is not mounted, or does not answer
-    # The marker of a tier that another process manages is only meant until that process has put it there.
-    if tier.marker is None or not (place.inode or tier.steps.held or state.manages(tier)):
+    if tier.marker is None or not (place.inode or _is_marked(state, tier)):
         return known.get(place.location, msgspec.structs.replace(place, inode=None, seen=False))
     outlives = tier.survives if tier.blobs is not None else Survives.named(tier.config.survives or "process")
     return msgspec.structs.replace(place, seen=outlives >= Survives.NODE, lasting=outlives >= Survives.NODE)
+
+
+def _is_marked(state: State, tier: Tier) -> bool:
+    """Whether the marker of a tier is there: beside an agent it is only meant until the agent tells of the tier."""
+    return state.membership.role is not Role.TRAINER or tier.remote.used is not None
 
 
 async def keep_noted(state: State) -> None:
     """Write the note again whenever another tier becomes known, until cancelled."""
     noted: list[tuple[bool, bool]] | None = None  # what came while the store was opened may not be noted yet
     while not being_cancelled():
-        known = [(tier.marker is not None, bool(tier.steps.held)) for tier in state.tiers[1:]]
+        known = [(tier.marker is not None, _is_marked(state, tier)) for tier in state.tiers[1:]]
         if known != noted:
             await note_owner(state)
             noted = known

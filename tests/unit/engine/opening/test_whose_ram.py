@@ -18,6 +18,7 @@ import pytest
 from reliability.ranks import World
 from support.agents import end_agent, eventually
 from support.limits import descriptors_left, limit
+from support.object_stores import Place as Bucket
 from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, ram, ram_in, tree
 
 from tieredckpt import CheckpointStore
@@ -553,7 +554,35 @@ async def test_steps_in_ram_are_found_again_though_no_agent_ever_came(
         end_agent(shared_memory / "of-test" / "ram")
 
 
-def noted(store: CheckpointStore) -> PlaceOfTier:
+async def test_ranks_note_that_a_tier_had_the_store_though_rank_0_alone_has_marked_it(
+    shared_memory: Path, tmp_path: Path, s3_place: Bucket
+) -> None:
+    """Or steps in RAM came back by themselves after a person had removed the store from a bucket."""
+    bucket = s3_place.tier(promote="never")
+    world = World(2, nodes=["a", "a"])
+    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk"), "far": bucket})
+    stores = await asyncio.gather(*(CheckpointStore.open(settings, ranks=each) for each in world.communicators()))
+    saved = await asyncio.gather(*(store.save(1, tree(1)) for store in stores))
+    await asyncio.gather(*(checkpoint.reached("disk") for checkpoint in saved))
+    for store in stores:
+        await asyncio.to_thread(
+            eventually, lambda store=store: all(each.seen for each in places_noted(store)), "both are noted as marked"
+        )
+    await asyncio.gather(*map(crash, stores))
+    shutil.rmtree(tmp_path / "disk")
+    for key in await s3_place.bucket.list():
+        await s3_place.bucket.delete(key)
+    world = World(2, nodes=["a", "a"])
+    stores = await asyncio.gather(*(CheckpointStore.open(settings, ranks=each) for each in world.communicators()))
+    assert await asyncio.gather(*(store.restore() for store in stores)) == [None, None]
+    await asyncio.gather(*(store.close() for store in stores))
+
+
+def places_noted(store: CheckpointStore) -> tuple[PlaceOfTier, ...]:
     owner = read_owner(Path(store._life.engine.state.tiers[0].store.location))
     assert owner is not None
-    return owner.places[0]
+    return owner.places
+
+
+def noted(store: CheckpointStore) -> PlaceOfTier:
+    return places_noted(store)[0]
