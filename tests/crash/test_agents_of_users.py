@@ -87,7 +87,6 @@ async def test_an_agent_of_the_user_refuses_a_trainer_of_another_configuration_a
         assert agent_of(ram_folder) == agent.pid
 
 
-@pytest.mark.usefixtures("interruptible")
 async def test_once_promotes_what_a_dead_trainer_left_and_ends(
     admin: Callable[..., subprocess.Popen[str]], shared_memory: Path, ram_folder: Path, disk: Path
 ) -> None:
