@@ -33,7 +33,7 @@ from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["batches", "copy_step"]
+__all__ = ["batches", "check_wanted", "copy_step", "forget_lacking"]
 
 _SCRATCH_PACKS = 4
 """A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
@@ -83,7 +83,7 @@ async def copy_step(
         Conflict: as `commit_file.commit`.
         NoSpace, TierUnavailable: of the target; nothing was committed.
     """
-    again = again or step in tier.steps.impaired
+    again = again or (step in tier.steps.held and not tier.steps.has_good(step))
     if step in tier.steps.held and not again:
         return 0
     commit_file.check_no_deletion(tier, step)
@@ -119,8 +119,9 @@ async def _copy(
         async with needing(need), tier.packs.guard:
             if step in tier.steps.held and not again:
                 return 0
+            await forget_lacking(step, tier, lacking)
             if again:
-                await _keep_own_extents(step, tier, without)
+                await _keep_own_extents(step, tier, without, lacking)
             await refer_to_intact(state, tier, step, _sizes(source), encoding)
             needs = _missing(source, tier, lost, encoding)
             record, written, encoded = source.index.record, WrittenPacks(), None
@@ -143,7 +144,12 @@ async def _copy(
             arrays = encoded.arrays if encoded else located(source.index.arrays, ChainMap(tier.packs.index, lost))
             if not was_there:
                 check_wanted(step, tier)
-            await commit_file.commit(tier, record, arrays, encoded, only_anew=was_there)
+            held, remembered = tier.steps.own(step), tier.steps.indexes.get(step)
+            try:
+                await commit_file.commit(tier, record, arrays, encoded, only_anew=was_there)
+            finally:
+                if remembered is not None and held is not None and tier.steps.own(step) is held:
+                    tier.steps.indexes.remember(step, remembered)
             tier.steps.mend(step, lacking - lost.keys())
             # Before anybody can tell that it was evicted again.
             report_promoted(state, source.index.record, tier, written.nbytes, begin, again=again)
@@ -164,14 +170,33 @@ def check_wanted(step: StepId, tier: Tier) -> None:
         raise NotFound(f"{step} was deleted while it was on its way to tier {tier.name!r}")
 
 
-async def _keep_own_extents(step: StepId, tier: Tier, without: AbstractSet[str]) -> None:
-    """Keep the step's references to the bytes that it has now, except those that were forgotten.
+async def forget_lacking(step: StepId, tier: Tier, lacking: AbstractSet[bytes | str]) -> None:
+    """Forget where the chunks are that the copy of a step is known to lack, unless another has written them anew.
+
+    Under the guard of the tier's packs.
+    """
+    digests = [each for each in lacking if isinstance(each, bytes) and each in tier.packs.index]
+    if not digests:
+        return
+    own: Mapping[bytes, Extent] | None = None
+    with suppress(TieredCkptError):  # an index that cannot be read does not tell which bytes are not good
+        own = unique_extents((await step_index.load(tier, step)).arrays)
+    for digest in digests:
+        if own is None or tier.packs.index.get(digest) == own.get(digest):
+            tier.packs.forget(digest)
+
+
+async def _keep_own_extents(
+    step: StepId, tier: Tier, without: AbstractSet[str], lacking: AbstractSet[bytes | str]
+) -> None:
+    """Keep the step's references to the bytes that it has now, except those that it lacks or that were forgotten.
 
     Another pack may have a copy of a chunk that was found damaged and repaired once; its footer lists that still.
     """
     with suppress(TieredCkptError):  # an index that cannot be read vouches for nothing
         for digest, extent in unique_extents((await step_index.load(tier, step)).arrays).items():
-            if digest in tier.packs.index and extent.path in tier.packs.sizes and extent.path not in without:
+            there = digest in tier.packs.index and extent.path in tier.packs.sizes
+            if there and digest not in lacking and extent.path not in without:
                 if (known := tier.packs.index[digest]) != extent:
                     tier.packs.duplicates.setdefault(digest, []).append(known)
                 tier.packs.index[digest] = extent

@@ -153,10 +153,13 @@ async def _repair_packs(
         return await _repair_packs(state, collector, step, tier, chunks)
     if not origin:
         return left
+    known_lost = tier.steps.lacking(step) - origin.keys()
+    lost |= {digest: where for digest, where in unique_extents(source.index.arrays).items() if digest in known_lost}
     await copy_step(state, collector, step, tier, again=True, lost=lost)
     for digest, (name, nbytes) in origin.items():
         state.events.emit(ChunkRepaired(step.step, chunks[digest].key, tier.name, name, nbytes))
-    await collector.collect(tier, orphans=False)
+    with suppress(TieredCkptError):  # what they leave behind goes with another collection
+        await collector.collect(tier, orphans=False)
     return left
 
 

@@ -222,7 +222,7 @@ class Steps:
     """In a rank's RAM: its parts of steps that are not known to be complete."""
     damaged: DamagedSteps = field(default_factory=DamagedSteps)
     impaired: dict[StepId, set[bytes | str]] = field(default_factory=dict)
-    """Held steps that are no good copies, and what each lacks here, as far as is known.
+    """Steps that are no good copies, and what each lacks here, as far as is known; also of damaged ones.
 
     Digests of chunks, keys of packs and of manifests; an empty key if another process tells so.
     """
@@ -384,7 +384,6 @@ class Steps:
         if self.held.pop(step, None) is not None:
             own = self.indexes.forget(step)
             self.damaged.quarantine(step, error, packs if own is None else own, exactly=own is not None)
-            self.impaired.pop(step, None)
             self.catalogued.forget(step)
 
     def drop(self, step: StepId) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from support.scenes import Heard, assert_restored, config, folder, polled, ram, 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.commit_file import Encoded
-from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Conflict, NotFound, TierUnavailable
 from tieredckpt.events import ChunkRepaired, StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
@@ -78,6 +81,72 @@ async def test_a_step_of_which_only_the_commit_is_damaged_is_committed_anew_and_
         await polled(lambda: tier_of(store, "disk").steps.has_good(StepId(1, 1)))
     async with CheckpointStore.open(config(tiers)) as store:
         assert_restored(await store.restore(1), tree(1))
+
+
+@asynccontextmanager
+async def lost_on_both(tmp_path: Path) -> AsyncIterator[tuple[CheckpointStore, list[Tier]]]:
+    """Two steps on two durable tiers, of which the second one lacks a chunk on both; only the latter was looked at."""
+    tiers = {name: folder(tmp_path / name, retain="all") for name in ("disk", "far")}
+    tiers["far"]["promote"] = "never"
+    async with CheckpointStore.open(config(tiers)) as store:
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("disk")
+            await store.promote(step, "far")
+        for name in tiers:
+            await flip_chunk(store, name, 2, "params/w0")
+        assert (await store.verify(2, "far", repair=True))[0].lost
+        yield store, [tier_of(store, name) for name in tiers]
+
+
+async def test_the_repair_of_a_chunk_on_a_durable_tier_makes_no_copy_good_that_lacks_another(tmp_path: Path) -> None:
+    """Promise 6: the last good copy of the step before could be evicted then."""
+    async with lost_on_both(tmp_path) as (store, (disk, _)):
+        heard = Heard(store)
+        await flip_chunk(store, "disk", 2, "params/w1")
+        assert await store.restore(2, keys=["params/w1"], resume=False) is not None
+        await heard.first(ChunkRepaired, lambda event: (event.key, event.tier) == ("params/w1", "disk"))
+        await store.flush()
+        assert not disk.steps.has_good(StepId(2, 2))
+        await store.evict(1, "disk")
+        with pytest.raises(Conflict, match="last good copy"):
+            await store.evict(1, "far")
+
+
+async def test_what_a_copy_lacks_is_written_anew_where_a_tier_has_it_again(tmp_path: Path) -> None:
+    async with lost_on_both(tmp_path) as (store, (disk, far)):
+        await flip_chunk(store, "far", 2, "params/w0")  # as it was
+        assert (await store.verify(2, "far", repair=True))[0].intact
+        await polled(lambda: disk.steps.has_good(StepId(2, 2)))
+        assert far.steps.has_good(StepId(2, 2))
+        assert (await store.verify(2, "disk"))[0].intact
+
+
+async def test_a_copy_that_lacks_a_chunk_is_not_good_once_its_deletion_has_failed(
+    tmp_path: Path, faults: FaultyTiers
+) -> None:
+    async with lost_on_both(tmp_path) as (store, (disk, _)):
+        faults["disk"].fail("delete", TierUnavailable("no answer"), key="steps/*2-*/manifest.ocdbt")
+        with pytest.raises(TierUnavailable):
+            await store.evict(2, "disk")
+        await polled(lambda: StepId(2, 2) in disk.steps.held)
+        assert not disk.steps.has_good(StepId(2, 2))
+
+
+async def test_a_damaged_commit_that_cannot_be_replaced_takes_neither_the_step_nor_its_tier(
+    tmp_path: Path, faults: FaultyTiers
+) -> None:
+    """It was promoted from its own tier: that failed, and forgot the only index of the step."""
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk", retain="all")})) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        (manifest,) = tmp_path.glob(f"disk/{MANIFEST}")
+        manifest.write_bytes(b"damaged")
+        faults["disk"].fail("put", TierUnavailable("cannot be written"), key=MANIFEST, times=2)
+        heard = Heard(store)
+        assert not (await store.verify(1, "disk", repair=True))[0].repaired
+        await (await store.save(2, tree(2))).reached("disk")
+        await store.flush()
+        assert not heard.of(TierFailed)
+        assert_restored(await store.restore(1, resume=False), tree(1))
 
 
 async def test_who_waits_for_a_step_that_lacks_chunks_is_told_so(

@@ -18,7 +18,7 @@ from functools import partial
 from tieredckpt.concurrency import in_thread, outlast, together
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import evicting_older, needing
-from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step
+from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step, forget_lacking
 from tieredckpt.engine.promoting.dedupe import is_verified, refer_to_intact
 from tieredckpt.engine.promoting.pack_writer import Need, write_packs
 from tieredckpt.engine.promoting.room import have_room
@@ -147,6 +147,7 @@ class Commits:
                 return 0
             if counted_on - tier.packs.sizes.keys():  # evicted steps had chunks of this one
                 ranks, sizes = await find()
+            await forget_lacking(step, tier, impaired_by)
             await refer_to_intact(self._state, tier, step, await self._cell_sizes(step, sizes))
             there = tier.packs.has_of_part
             lacking = {digest: having for digest, having in ranks.items() if not there(digest, sizes[digest])}
