@@ -40,8 +40,9 @@ def _on_host(tensor: Any) -> Any:
 
 def _wait(*devices: Any) -> None:
     for device in devices:
-        if not torch.cuda.current_stream(device).is_capturing():
-            torch.cuda.current_stream(device).synchronize()
+        with torch.cuda.device(device):
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()
 
 
 def _run(operator: Any, *arguments: Any, **options: Any) -> Any:
