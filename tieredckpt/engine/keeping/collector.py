@@ -109,7 +109,7 @@ class Collector:
                 return True
             if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
                 return False  # what is evicted now would make no room yet
-            if tier.steps.held.keys() - (await packs_by_step(tier)).keys():
+            if self._state.collects(tier) and tier.steps.held.keys() - (await packs_by_step(tier)).keys():
                 return False
         for step in filter(tier.steps.has_own, going):  # others have no room here
             if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
@@ -240,8 +240,10 @@ class Collector:
         try:
             btree_key = (await step_index.read(tier, step))[2]
         except (Corrupt, NotFound) as error:
-            tier.quarantine(step, error)
+            if isinstance(error, NotFound) or step not in tier.steps.indexes:  # else it can be committed anew
+                tier.quarantine(step, error)
             return
+        tier.steps.mend(step, (layout.manifest_key(step.step, step.serial),))
         if (held := tier.steps.held.get(step)) is not None and held.btree_key != btree_key:
             tier.steps.indexes.forget(step)
             tier.steps.catalogued.forget(step)

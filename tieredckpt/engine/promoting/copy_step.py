@@ -108,6 +108,8 @@ async def _copy(
     begin = time.monotonic()
     was_there, lacking = again or step in tier.steps.damaged, tier.steps.lacking(step)
     async with _source(origin, step, tier, again=again) as source:
+        async with tier.packs.guard:
+            await forget_lacking(step, tier, lacking)
         encoding = await _encoding_of(step, tier) if again else tier.packs.encoding
         needs = _missing(source, tier, lost, encoding)
         need = await expected(tier, needs, encoding)
@@ -119,7 +121,6 @@ async def _copy(
         async with needing(need), tier.packs.guard:
             if step in tier.steps.held and not again:
                 return 0
-            await forget_lacking(step, tier, lacking)
             if again:
                 await _keep_own_extents(step, tier, without, lacking)
             await refer_to_intact(state, tier, step, _sizes(source), encoding)
@@ -150,7 +151,7 @@ async def _copy(
             finally:
                 if remembered is not None and held is not None and tier.steps.own(step) is held:
                     tier.steps.indexes.remember(step, remembered)
-            tier.steps.mend(step, lacking - lost.keys())
+            tier.steps.mend(step, lacking.difference(each for each in lost if each not in tier.packs.index))
             # Before anybody can tell that it was evicted again.
             report_promoted(state, source.index.record, tier, written.nbytes, begin, again=again)
         return written.nbytes

@@ -144,7 +144,6 @@ class Verifier:
             try:
                 await repair_index(self.state, self.collector, step, tier, error, remembered)
                 repaired = step in tier.steps.held
-                tier.steps.mend(step, (commit,))
             except TieredCkptError as failed:
                 if not tier.steps.keeps(step):
                     raise _left(step, tier) from failed

@@ -343,6 +343,7 @@ class Steps:
         else:
             self.parts[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
+        self.mend(step, (layout.manifest_key(step.step, step.serial),))
         self.stuck.pop(step, None)
         self.resolve(step)
         self.tombstones.discard(step)
@@ -384,6 +385,7 @@ class Steps:
         if self.held.pop(step, None) is not None:
             own = self.indexes.forget(step)
             self.damaged.quarantine(step, error, packs if own is None else own, exactly=own is not None)
+            self.mend(step, (layout.manifest_key(step.step, step.serial),))  # it tells that by itself
             self.catalogued.forget(step)
 
     def drop(self, step: StepId) -> str | None:

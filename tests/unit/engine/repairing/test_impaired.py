@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from reliability.ranks import World
 from reliability.tiers import FaultyTiers
 from support.commit_scene import MANIFEST, Scene
 from support.insight import flip_chunk, tier_of
@@ -17,7 +18,7 @@ from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.commit_file import Encoded
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, NotFound, TierUnavailable
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired, StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
@@ -132,21 +133,70 @@ async def test_a_copy_that_lacks_a_chunk_is_not_good_once_its_deletion_has_faile
         assert not disk.steps.has_good(StepId(2, 2))
 
 
-async def test_a_damaged_commit_that_cannot_be_replaced_takes_neither_the_step_nor_its_tier(
-    tmp_path: Path, faults: FaultyTiers
+@pytest.mark.parametrize("failures", [1, 2, 3])
+async def test_a_damaged_commit_that_cannot_be_replaced_at_once_takes_no_step(
+    failures: int, tmp_path: Path, faults: FaultyTiers
 ) -> None:
-    """It was promoted from its own tier: that failed, and forgot the only index of the step."""
-    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk", retain="all")})) as store:
+    """What this process knows of the step is the only index, which a failed try or a collection forgot."""
+    tiers = {"disk": folder(tmp_path / "disk", retain="all")}
+    async with CheckpointStore.open(config(tiers)) as store:
         await (await store.save(1, tree(1))).reached("disk")
         (manifest,) = tmp_path.glob(f"disk/{MANIFEST}")
         manifest.write_bytes(b"damaged")
-        faults["disk"].fail("put", TierUnavailable("cannot be written"), key=MANIFEST, times=2)
-        heard = Heard(store)
+        faults["disk"].fail("put", TierUnavailable("cannot be written"), key=MANIFEST, times=failures)
         assert not (await store.verify(1, "disk", repair=True))[0].repaired
         await (await store.save(2, tree(2))).reached("disk")
-        await store.flush()
-        assert not heard.of(TierFailed)
+        await store.collect()
         assert_restored(await store.restore(1, resume=False), tree(1))
+        await polled(lambda: tier_of(store, "disk").steps.has_good(StepId(1, 1)))
+    async with CheckpointStore.open(config(tiers)) as store:
+        assert_restored(await store.restore(1, resume=False), tree(1))
+
+
+async def test_a_commit_that_was_misread_is_good_once_it_is_read_well(tmp_path: Path, faults: FaultyTiers) -> None:
+    """It could be evicted, though it was the newest and the only copy."""
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk", retain="all")})) as store:
+        for step in (1, 2):
+            await (await store.save(step, tree(step))).reached("disk")
+        disk = faults["disk"]
+        disk.fail("get", Corrupt("misread"), key=MANIFEST.replace("1-", "2-"), times=None)
+        disk.fail("put", TierUnavailable("no answer"), key=MANIFEST.replace("1-", "2-"), times=None)
+        assert not (await store.verify(2, "disk", repair=True))[0].repaired
+        with suppress(TieredCkptError):
+            await store.collect()
+        disk.clear()
+        await polled(lambda: tier_of(store, "disk").steps.has_good(StepId(2, 2)))
+        with pytest.raises(Conflict, match="last good copy"):
+            await store.evict(2, "disk")
+
+
+async def test_a_save_does_not_refer_to_bytes_that_are_known_to_be_lost(tmp_path: Path) -> None:
+    """The save has them intact, and the step lacked them."""
+    async with lost_on_both(tmp_path) as (store, _):
+        await (await store.save(3, tree(2))).reached("disk")
+        assert (await store.verify(3, "disk"))[0].intact
+        assert_restored(await store.restore(3), tree(2))
+
+
+async def test_ranks_write_anew_what_a_copy_lacks(shared_memory: Path, tmp_path: Path) -> None:
+    world = World(2, nodes=["a", "a"])
+    tiers = {"ram": ram(shared_memory), **{name: folder(tmp_path / name, retain="all") for name in ("disk", "far")}}
+    tiers["far"]["promote"] = "never"
+    stores = await asyncio.gather(*(CheckpointStore.open(config(tiers), ranks=c) for c in world.communicators()))
+    saved = await asyncio.gather(*(store.save(1, tree(1)) for store in stores))
+    await asyncio.gather(*(checkpoint.reached("disk") for checkpoint in saved))
+    first = stores[0]
+    await first.promote(1, "far")
+    for store in stores:
+        await flip_chunk(store, "ram", 1, "params/w0")
+    for name in ("disk", "far"):
+        await flip_chunk(first, name, 1, "params/w0")
+    assert (await first.verify(1, "far", repair=True))[0].lost
+    await flip_chunk(first, "far", 1, "params/w0")  # as it was
+    assert (await first.verify(1, "far", repair=True))[0].intact
+    await polled(lambda: tier_of(first, "disk").steps.has_good(StepId(1, 1)))
+    assert (await first.verify(1, "disk"))[0].intact
+    await asyncio.gather(*(store.close() for store in stores))
 
 
 async def test_who_waits_for_a_step_that_lacks_chunks_is_told_so(

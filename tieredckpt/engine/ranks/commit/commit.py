@@ -133,6 +133,8 @@ class Commits:
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
         was_there, impaired_by = step in tier.steps.to_mend(), tier.steps.lacking(step)
+        async with tier.packs.guard:
+            await forget_lacking(step, tier, impaired_by)
         find = partial(in_thread, holders, parts, partial(is_verified, tier), pool=self._state.pool)
         ranks, sizes = await find()
         counted_on = set(tier.packs.sizes)
@@ -147,7 +149,6 @@ class Commits:
                 return 0
             if counted_on - tier.packs.sizes.keys():  # evicted steps had chunks of this one
                 ranks, sizes = await find()
-            await forget_lacking(step, tier, impaired_by)
             await refer_to_intact(self._state, tier, step, await self._cell_sizes(step, sizes))
             there = tier.packs.has_of_part
             lacking = {digest: having for digest, having in ranks.items() if not there(digest, sizes[digest])}
