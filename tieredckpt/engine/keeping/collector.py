@@ -237,13 +237,17 @@ class Collector:
 
     async def _reread(self, tier: Tier, step: StepId) -> None:
         """Find out which of several commits of a step is on the tier."""
+        commit = layout.manifest_key(step.step, step.serial)
         try:
             btree_key = (await step_index.read(tier, step))[2]
         except (Corrupt, NotFound) as error:
-            if isinstance(error, NotFound) or step not in tier.steps.indexes:  # else it can be committed anew
+            if isinstance(error, NotFound) or step not in tier.steps.indexes:
                 tier.quarantine(step, error)
+            else:  # it can be committed anew
+                tier.steps.impair(step, (commit,))
+                self._state.changed.notify()
             return
-        tier.steps.mend(step, (layout.manifest_key(step.step, step.serial),))
+        tier.steps.mend(step, (commit,))
         if (held := tier.steps.held.get(step)) is not None and held.btree_key != btree_key:
             tier.steps.indexes.forget(step)
             tier.steps.catalogued.forget(step)

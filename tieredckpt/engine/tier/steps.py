@@ -222,10 +222,8 @@ class Steps:
     """In a rank's RAM: its parts of steps that are not known to be complete."""
     damaged: DamagedSteps = field(default_factory=DamagedSteps)
     impaired: dict[StepId, set[bytes | str]] = field(default_factory=dict)
-    """Steps that are no good copies, and what each lacks here, as far as is known; also of damaged ones.
-
-    Digests of chunks, keys of packs and of manifests; an empty key if another process tells so.
-    """
+    """Steps, also damaged ones, that are no good copies, and what each is known to lack here: digests of chunks, keys
+    of packs and of manifests; an empty key if another process tells so."""
     leaving: set[StepId] = field(default_factory=set)
     """Steps that are being retracted; they do not count as copies any more."""
     tombstones: set[StepId] = field(default_factory=set)
