@@ -230,28 +230,33 @@ class Collector:
                 if step in steps.held:
                     if late and uncertain.age < grace:
                         continue
-                    await self._reread(tier, step)
+                    if not await self._reread(tier, step):
+                        continue
                 elif not late or await step_index.root_key(tier, step) in uncertain.btree_keys:
                     await commit_file.delete_manifest(tier, step)
                 steps.expire(step, grace)
 
-    async def _reread(self, tier: Tier, step: StepId) -> None:
-        """Find out which of several commits of a step is on the tier."""
+    async def _reread(self, tier: Tier, step: StepId) -> bool:
+        """Find out which of several commits of a step is on the tier.
+
+        False if that cannot be read, and this process knows the index, as after a repair that has failed: the step is
+        restored and promoted by it, and is no good copy.
+        """
         commit = layout.manifest_key(step.step, step.serial)
         try:
             btree_key = (await step_index.read(tier, step))[2]
         except (Corrupt, NotFound) as error:
-            if isinstance(error, NotFound) or step not in tier.steps.indexes:
-                tier.quarantine(step, error)
-            else:  # it can be committed anew
+            if isinstance(error, Corrupt) and step in tier.steps.indexes:
                 tier.steps.impair(step, (commit,))
-                self._state.changed.notify()
-            return
+                return False
+            tier.quarantine(step, error)
+            return True
         tier.steps.mend(step, (commit,))
         if (held := tier.steps.held.get(step)) is not None and held.btree_key != btree_key:
             tier.steps.indexes.forget(step)
             tier.steps.catalogued.forget(step)
             tier.steps.held[step] = replace(held, btree_key=btree_key)
+        return True
 
     async def _check_known(self, tier: Tier, listed: Iterable[BlobInfo]) -> None:
         """Raise `TierUnavailable` if another writer has committed a step on the tier; the tier is then read again.

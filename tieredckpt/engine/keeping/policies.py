@@ -52,7 +52,7 @@ def is_due(state: State, step: StepId, tier: Tier, view: StoreView | None = None
     if (step in steps.held and not mended) or step in steps.tombstones or step in steps.deletions:
         return False
     others = state.tiers if mended else state.tiers[: tier.index]  # from wherever it is
-    if not any(each.steps.has_chunks(step) for each in others):
+    if not any(each.steps.has_chunks(step) for each in others if each is not tier):
         return False
     view = view or state.view(at_rest=True)
     if (mine := view.find(step)) is None or not mine.on_line:

@@ -145,12 +145,7 @@ async def _copy(
             arrays = encoded.arrays if encoded else located(source.index.arrays, ChainMap(tier.packs.index, lost))
             if not was_there:
                 check_wanted(step, tier)
-            held, remembered = tier.steps.own(step), tier.steps.indexes.get(step)
-            try:
-                await commit_file.commit(tier, record, arrays, encoded, only_anew=was_there)
-            finally:
-                if remembered is not None and held is not None and tier.steps.own(step) is held:
-                    tier.steps.indexes.remember(step, remembered)
+            await commit_file.commit(tier, record, arrays, encoded, only_anew=was_there)
             tier.steps.mend(step, lacking.difference(each for each in lost if each not in tier.packs.index))
             # Before anybody can tell that it was evicted again.
             report_promoted(state, source.index.record, tier, written.nbytes, begin, again=again)
@@ -180,7 +175,7 @@ async def forget_lacking(step: StepId, tier: Tier, lacking: AbstractSet[bytes | 
     if not digests:
         return
     own: Mapping[bytes, Extent] | None = None
-    with suppress(TieredCkptError):  # an index that cannot be read does not tell which bytes are not good
+    with suppress(Corrupt, NotFound):  # an index that cannot be read does not tell which bytes are not good
         own = unique_extents((await step_index.load(tier, step)).arrays)
     for digest in digests:
         if own is None or tier.packs.index.get(digest) == own.get(digest):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.keeping.collector import Collector
-from tieredckpt.engine.promoting.copy_step import copy_step, forget_lacking
+from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.restoring.deriving import open_source
 from tieredckpt.engine.restoring.source import Damage, StepSource
 from tieredckpt.engine.state.state import State
@@ -65,9 +65,6 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
             # Where a chunk is lost, no copy is good, nor can mend another.
             for other in state.tiers if isinstance(each.error, Corrupt) else (tier,):
                 other.steps.impair(step, each.digests)
-                if other is not tier and step in other.steps.impaired and other.ram is None and state.manages(other):
-                    async with other.packs.guard:  # no save is to refer to it
-                        await forget_lacking(step, other, frozenset(each.digests))
             _log.error("%s could not be repaired on tier %r: %s", step, name, each.error)
         unrepaired += left
     return unrepaired

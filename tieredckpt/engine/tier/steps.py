@@ -375,15 +375,16 @@ class Steps:
 
     def late_packs(self) -> set[str]:
         """The packs of commits that may come late, or have replaced one that is misread."""
-        late = (commit for step, commit in self.indeterminate.items() if self.commits_come_late or step in self.damaged)
-        return {key for commit in late for key in commit.packs}
+        there, late = self.damaged.keys() | self.held.keys(), self.commits_come_late
+        return {key for step, each in self.indeterminate.items() if late or step in there for key in each.packs}
 
     def quarantine(self, step: StepId, error: TieredCkptError, packs: Iterable[str]) -> None:
         """Count a step as not held, for its commit turned out unreadable; ``packs`` are all of the tier."""
         if self.held.pop(step, None) is not None:
             own = self.indexes.forget(step)
             self.damaged.quarantine(step, error, packs if own is None else own, exactly=own is not None)
-            self.mend(step, (layout.manifest_key(step.step, step.serial),))  # it tells that by itself
+            if not isinstance(error, IndeterminateDelete):  # else it is read before it counts as held again
+                self.mend(step, (layout.manifest_key(step.step, step.serial),))
             self.catalogued.forget(step)
 
     def drop(self, step: StepId) -> str | None:

@@ -122,6 +122,23 @@ async def test_what_a_copy_lacks_is_written_anew_where_a_tier_has_it_again(tmp_p
         assert (await store.verify(2, "disk"))[0].intact
 
 
+async def test_a_damaged_commit_that_cannot_be_replaced_takes_neither_the_step_nor_its_tier(
+    tmp_path: Path, faults: FaultyTiers
+) -> None:
+    """It was promoted from its own tier: that failed, and forgot the only index of the step."""
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk", retain="all")})) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        (manifest,) = tmp_path.glob(f"disk/{MANIFEST}")
+        manifest.write_bytes(b"damaged")
+        faults["disk"].fail("put", TierUnavailable("cannot be written"), key=MANIFEST, times=None)
+        heard = Heard(store)
+        assert not (await store.verify(1, "disk", repair=True))[0].repaired
+        await (await store.save(2, tree(2))).reached("disk")
+        await store.flush()
+        assert not heard.of(TierFailed)
+        assert_restored(await store.restore(1, resume=False), tree(1))
+
+
 async def test_a_copy_that_lacks_a_chunk_is_not_good_once_its_deletion_has_failed(
     tmp_path: Path, faults: FaultyTiers
 ) -> None:
@@ -133,24 +150,23 @@ async def test_a_copy_that_lacks_a_chunk_is_not_good_once_its_deletion_has_faile
         assert not disk.steps.has_good(StepId(2, 2))
 
 
-@pytest.mark.parametrize("failures", [1, 2, 3])
-async def test_a_damaged_commit_that_cannot_be_replaced_at_once_takes_no_step(
-    failures: int, tmp_path: Path, faults: FaultyTiers
+async def test_a_copy_whose_commit_is_damaged_is_not_good_once_its_deletion_has_failed(
+    tmp_path: Path, faults: FaultyTiers
 ) -> None:
-    """What this process knows of the step is the only index, which a failed try or a collection forgot."""
-    tiers = {"disk": folder(tmp_path / "disk", retain="all")}
+    """Only that it is there is looked at then."""
+    tiers = {name: folder(tmp_path / name, retain="all") for name in ("disk", "far")}
     async with CheckpointStore.open(config(tiers)) as store:
-        await (await store.save(1, tree(1))).reached("disk")
-        (manifest,) = tmp_path.glob(f"disk/{MANIFEST}")
+        await (await store.save(1, tree(1))).reached("far")
+        far, key = tier_of(store, "far"), StepId(1, 1)
+        (manifest,) = tmp_path.glob(f"far/{MANIFEST}")
         manifest.write_bytes(b"damaged")
-        faults["disk"].fail("put", TierUnavailable("cannot be written"), key=MANIFEST, times=failures)
-        assert not (await store.verify(1, "disk", repair=True))[0].repaired
-        await (await store.save(2, tree(2))).reached("disk")
-        await store.collect()
-        assert_restored(await store.restore(1, resume=False), tree(1))
-        await polled(lambda: tier_of(store, "disk").steps.has_good(StepId(1, 1)))
-    async with CheckpointStore.open(config(tiers)) as store:
-        assert_restored(await store.restore(1, resume=False), tree(1))
+        faults["far"].fail("put", TierUnavailable("no answer"), key=MANIFEST, times=None)
+        assert not (await store.verify(1, "far", repair=True))[0].repaired
+        faults["far"].fail("delete", TierUnavailable("no answer"), key=MANIFEST)
+        with pytest.raises(TierUnavailable):
+            await store.evict(1, "far")
+        await polled(lambda: key in far.steps.held)
+        assert not far.steps.has_good(key)
 
 
 async def test_a_commit_that_was_misread_is_good_once_it_is_read_well(tmp_path: Path, faults: FaultyTiers) -> None:
@@ -165,17 +181,10 @@ async def test_a_commit_that_was_misread_is_good_once_it_is_read_well(tmp_path: 
         with suppress(TieredCkptError):
             await store.collect()
         disk.clear()
+        await store.collect()
         await polled(lambda: tier_of(store, "disk").steps.has_good(StepId(2, 2)))
         with pytest.raises(Conflict, match="last good copy"):
             await store.evict(2, "disk")
-
-
-async def test_a_save_does_not_refer_to_bytes_that_are_known_to_be_lost(tmp_path: Path) -> None:
-    """The save has them intact, and the step lacked them."""
-    async with lost_on_both(tmp_path) as (store, _):
-        await (await store.save(3, tree(2))).reached("disk")
-        assert (await store.verify(3, "disk"))[0].intact
-        assert_restored(await store.restore(3), tree(2))
 
 
 async def test_ranks_write_anew_what_a_copy_lacks(shared_memory: Path, tmp_path: Path) -> None:

@@ -406,23 +406,17 @@ async def test_index_nodes_of_a_commit_that_may_come_late_stay_however_long_ago_
         assert nodes.exists()
 
 
-async def test_a_commit_that_failed_and_cannot_be_read_is_no_good_copy_until_it_is_there_anew(
+async def test_a_commit_that_failed_and_cannot_be_read_costs_its_step_and_no_collection(
     scene: Scene, faults: FaultyTiers
 ) -> None:
-    """It costs no collection."""
     faults["disk"].fail("put", TierUnavailable("by script"), key=MANIFEST)
     with pytest.raises(TierUnavailable):
         await scene.copied(again=True)
     (manifest,) = scene.manifests
     manifest.write_bytes(b"")
-    put = faults["disk"].hold("put", key=MANIFEST)
     collecting = scene.store._life.engine.collector.collect(scene.tier)
     await scene.store._life.loop.call(collecting)
-    await put.reached()
-    assert not scene.tier.steps.has_good(scene.step)
-    put.release()
-    await polled(lambda: scene.tier.steps.has_good(scene.step))
-    assert manifest.read_bytes()
+    assert isinstance(scene.tier.steps.damaged[scene.step], Corrupt)
 
 
 @pytest.mark.parametrize("changed", ["arrays", "name"])
