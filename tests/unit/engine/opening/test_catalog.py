@@ -239,7 +239,7 @@ async def test_chunks_that_lie_in_two_packs_are_known_in_both(place: Place) -> N
     async with place.opened(read_only=True) as store:
         (key,) = await store._life.loop.call(step_index.packs(tier_of(store, "disk"), StepId(1, 1)))
     again = place.disk / layout.pack_key("ab" * 16)
-    again.parent.mkdir()
+    again.parent.mkdir(exist_ok=True)
     shutil.copy(place.disk / key, again)
     async with place.opened() as store:
         before = known(tier_of(store, "disk"))
