@@ -175,7 +175,7 @@ async def forget_lacking(step: StepId, tier: Tier, lacking: AbstractSet[bytes | 
     if not digests:
         return
     own: Mapping[bytes, Extent] | None = None
-    with suppress(Corrupt, NotFound):  # an index that cannot be read does not tell which bytes are not good
+    with suppress(TieredCkptError):  # an index that cannot be read does not tell which bytes are not good
         own = unique_extents((await step_index.load(tier, step)).arrays)
     for digest in digests:
         if own is None or tier.packs.index.get(digest) == own.get(digest):
