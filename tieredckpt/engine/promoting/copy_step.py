@@ -108,8 +108,7 @@ async def _copy(
     begin = time.monotonic()
     was_there, lacking = again or step in tier.steps.damaged, tier.steps.lacking(step)
     async with _source(origin, step, tier, again=again) as source:
-        async with tier.packs.guard:
-            await forget_lacking(step, tier, lacking)
+        await forget_lacking(step, tier, lacking)
         encoding = await _encoding_of(step, tier) if again else tier.packs.encoding
         needs = _missing(source, tier, lost, encoding)
         need = await expected(tier, needs, encoding)
@@ -167,19 +166,17 @@ def check_wanted(step: StepId, tier: Tier) -> None:
 
 
 async def forget_lacking(step: StepId, tier: Tier, lacking: AbstractSet[bytes | str]) -> None:
-    """Forget where the chunks are that the copy of a step is known to lack, unless another has written them anew.
-
-    Under the guard of the tier's packs.
-    """
-    digests = [each for each in lacking if isinstance(each, bytes) and each in tier.packs.index]
+    """Forget where the chunks are that the copy of a step is known to lack, unless another has written them anew."""
+    digests = [each for each in lacking if isinstance(each, bytes)]
     if not digests:
-        return
-    own: Mapping[bytes, Extent] | None = None
-    with suppress(TieredCkptError):  # an index that cannot be read does not tell which bytes are not good
-        own = unique_extents((await step_index.load(tier, step)).arrays)
-    for digest in digests:
-        if own is None or tier.packs.index.get(digest) == own.get(digest):
-            tier.packs.forget(digest)
+        return  # as a rule: no copy waits here for the guard
+    async with tier.packs.guard:
+        own: Mapping[bytes, Extent] | None = None
+        with suppress(TieredCkptError):  # an index that cannot be read does not tell which bytes are not good
+            own = unique_extents((await step_index.load(tier, step)).arrays)
+        for digest in digests:
+            if own is None or tier.packs.index.get(digest) == own.get(digest):
+                tier.packs.forget(digest)
 
 
 async def _keep_own_extents(

@@ -133,8 +133,7 @@ class Commits:
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
         was_there, impaired_by = step in tier.steps.to_mend(), tier.steps.lacking(step)
-        async with tier.packs.guard:
-            await forget_lacking(step, tier, impaired_by)
+        await forget_lacking(step, tier, impaired_by)
         find = partial(in_thread, holders, parts, partial(is_verified, tier), pool=self._state.pool)
         ranks, sizes = await find()
         counted_on = set(tier.packs.sizes)
