@@ -14,7 +14,7 @@ from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.listed_packs import compare_packs, note_impaired
 from tieredckpt.engine.keeping.policies import to_evict_when_full, unretained, waits_for_promotion
-from tieredckpt.engine.keeping.used_packs import packs_by_step, read_indexes
+from tieredckpt.engine.keeping.used_packs import packs_by_step, read_indexes, unread
 from tieredckpt.engine.opening.scan import step_folders
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
@@ -109,7 +109,7 @@ class Collector:
                 return True
             if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
                 return False  # what is evicted now would make no room yet
-            if self._state.collects(tier) and tier.steps.held.keys() - (await packs_by_step(tier)).keys():
+            if self._state.collects(tier) and unread(tier, await packs_by_step(tier)):
                 return False
         for step in filter(tier.steps.has_own, going):  # others have no room here
             if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
@@ -125,8 +125,8 @@ class Collector:
         if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
             return 0  # for now they stay
         used = await packs_by_step(tier)
-        if tier.steps.held.keys() - used.keys():
-            return 0  # nothing is collected while a step that leaves cannot be read
+        if unread(tier, used):
+            return 0
         going = set[str]().union(*(used.pop(step, ()) for step in steps))
         return sum(tier.packs.sizes.get(key, 0) for key in going - self._packs_in_use(tier, used, math.inf))
 
@@ -179,9 +179,9 @@ class Collector:
             now = await tier.now() if orphans and (strays or tier.packs.orphans) else 0.0
             used = await packs_by_step(tier)  # a verification may have read a damaged step well; now nothing is awaited
             young = {key for key, since in tier.packs.orphans.items() if now - since <= grace}
-            # A step that is being deleted and cannot be read may use any pack, and it stays if its deletion fails.
-            unread = tier.steps.held.keys() - used.keys()
-            dead = set() if unread else tier.packs.sizes.keys() - self._packs_in_use(tier, used, grace) - young
+            dead = (
+                set() if unread(tier, used) else tier.packs.sizes.keys() - self._packs_in_use(tier, used, grace) - young
+            )
             nbytes = await self._delete_packs(tier, dead)
             old = [key for key, since in strays.items() if now - since > grace]
             files = await self._sweep(tier, old) if orphans else 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Set as AbstractSet
 
 from tieredckpt.concurrency import together
 from tieredckpt.engine.tier import marker_file, step_index
@@ -12,7 +13,7 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format.manifest import StepId, StepIndex
 
-__all__ = ["packs_by_step", "read_indexes", "users_of"]
+__all__ = ["packs_by_step", "read_indexes", "unread", "users_of"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -34,6 +35,14 @@ async def packs_by_step(tier: Tier) -> dict[StepId, frozenset[str]]:
         asked |= unread
         await read_indexes(tier, unread)
     return {step: known[step] for step in held if step in known} | tier.steps.damaged.stale()
+
+
+def unread(tier: Tier, used: Mapping[StepId, frozenset[str]]) -> AbstractSet[StepId]:
+    """The held steps that `packs_by_step` could not read, which are being deleted.
+
+    Each may use any pack, and stays if its deletion fails. So no pack is dead meanwhile.
+    """
+    return tier.steps.held.keys() - used.keys()
 
 
 async def users_of(tier: Tier, packs: Collection[str]) -> list[StepId]:
