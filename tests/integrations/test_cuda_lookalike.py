@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import random
 import re
 import subprocess
@@ -26,10 +27,10 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 def failing(folder: Path, seed: int) -> None:
     """What a process does whose first device fails at some moment; it is to end, and keep what it had saved."""
     import torch
-    from support.cuda_lookalike import kernels  # noqa: F401
 
     from tieredckpt import CheckpointStore, DeviceUnavailable
 
+    importlib.import_module("support.cuda_lookalike.kernels")  # replaces torch's
     chance, fails = random.Random(seed), threading.Event()
     state = {f"w{i}": torch.full((1 << 16,), float(i), device=f"cuda:{i % 2}") for i in range(12)}
     state |= {f"small {i}": torch.full((50,), float(i), device="cuda") for i in range(30)}

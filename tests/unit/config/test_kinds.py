@@ -162,7 +162,7 @@ def test_an_entry_point_that_leads_to_no_complete_kind_is_refused(
         load(table())
 
 
-NO_MODEL = replace(SHELF, config=int)  # type: ignore[arg-type]
+NO_MODEL = replace(SHELF, config=int)  # type: ignore[arg-type]  # which is to be refused
 INCOMPLETE = replace(SHELF, config=Bare)
 NEAR = replace(SHELF, scopes=("node",))
 

@@ -61,7 +61,7 @@ class Export:
         return self.config.to
 
     def forget_conflicts(self) -> None:
-        """Let steps be tried again whose place was taken, if it is time."""
+        """Forget which steps found their place taken, once it is time to try them again."""
         if self.look_at <= time.monotonic():
             self.look_at = math.inf
             for step in [step for step, error in self.stuck.items() if isinstance(error, Conflict)]:

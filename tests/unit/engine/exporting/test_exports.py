@@ -201,7 +201,7 @@ def test_a_policy_that_fails_to_say_how_long_its_answer_holds_is_asked_again(
 
 
 class FailsToPromote(FailsToSay):
-    kind: Literal["test_fails_to_promote"] = "test_fails_to_promote"  # type: ignore[assignment]
+    kind: Literal["test_fails_to_promote"] = "test_fails_to_promote"  # type: ignore[assignment]  # not its base's
 
     def promotes(self, step: StepView, tier: TierView, store: StoreView) -> bool:
         raise RuntimeError("no answer")
