@@ -139,9 +139,9 @@ def _live(job: Job, chance: random.Random, disks: list[Faulty]) -> None:
             if not store.save(step, state(step)).skipped:
                 _say(f"saved {step}")
             if step % _COLLECT_EVERY == 0 and job.point != "on a full disk":
-                with suppress(NoSpace):  # told, and no loss: the file system may be too small for what is due
-                    store.flush()
-                store.collect()
+                for tidy in (store.flush, store.collect):
+                    with suppress(NoSpace):  # told, and no loss: no room for what is due, or for a lease
+                        tidy()
 
 
 def is_state(found: Any, step: int) -> bool:
