@@ -33,7 +33,7 @@ from tieredckpt.format.encoding import Encoding
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["batches", "check_wanted", "copy_step", "forget_lacking"]
+__all__ = ["batches", "check_wanted", "copy_step"]
 
 _SCRATCH_PACKS = 4
 """A pack filled from scratch memory takes at most this fraction of it: two are in flight, one is being filled."""
@@ -108,9 +108,8 @@ async def _copy(
     begin = time.monotonic()
     was_there, lacking = again or step in tier.steps.damaged, tier.steps.lacking(step)
     async with _source(origin, step, tier, again=again) as source:
-        await forget_lacking(step, tier, lacking)
         encoding = await _encoding_of(step, tier) if again else tier.packs.encoding
-        needs = _missing(source, tier, lost, encoding)
+        needs = _missing(source, tier, lost, encoding, tier.packs.doubted)
         need = await expected(tier, needs, encoding)
         room = min(need + need // _MARGIN, sum(encoding.stored_size(each.nbytes) for each in needs))
         if origin is state:
@@ -165,20 +164,6 @@ def check_wanted(step: StepId, tier: Tier) -> None:
         raise NotFound(f"{step} was deleted while it was on its way to tier {tier.name!r}")
 
 
-async def forget_lacking(step: StepId, tier: Tier, lacking: AbstractSet[bytes | str]) -> None:
-    """Forget where the chunks are that the copy of a step is known to lack, unless another has written them anew."""
-    digests = [each for each in lacking if isinstance(each, bytes)]
-    if not digests:
-        return  # as a rule: no copy waits here for the guard
-    async with tier.packs.guard:
-        own: Mapping[bytes, Extent] | None = None
-        with suppress(TieredCkptError):  # an index that cannot be read does not tell which bytes are not good
-            own = unique_extents((await step_index.load(tier, step)).arrays)
-        for digest in digests:
-            if own is None or tier.packs.index.get(digest) == own.get(digest):
-                tier.packs.forget(digest)
-
-
 async def _keep_own_extents(
     step: StepId, tier: Tier, without: AbstractSet[str], lacking: AbstractSet[bytes | str]
 ) -> None:
@@ -207,15 +192,21 @@ def _sizes(source: StepSource) -> dict[bytes, int]:
     return {chunk.digest: array.grid.cell_nbytes for array in source.index.arrays.values() for chunk in array.chunks}
 
 
-def _missing(source: StepSource, tier: Tier, lost: Mapping[bytes, Extent], encoding: Encoding) -> list[Need]:
-    """The chunks that the tier lacks and that are not lost, each once."""
+def _missing(
+    source: StepSource,
+    tier: Tier,
+    lost: Mapping[bytes, Extent],
+    encoding: Encoding,
+    doubted: AbstractSet[bytes] = frozenset(),
+) -> list[Need]:
+    """The chunks that the tier lacks, with those that are ``doubted``, and that are not lost, each once."""
     needs: dict[bytes, Need] = {}
     for key, array in source.index.arrays.items():
         nbytes = array.grid.cell_nbytes
         for ordinal, chunk in enumerate(array.chunks):
             if not isinstance(chunk.where, Extent) or chunk.digest in lost:
                 continue
-            if not tier.packs.has(chunk.digest, nbytes, encoding):
+            if chunk.digest in doubted or not tier.packs.has(chunk.digest, nbytes, encoding):
                 needs[chunk.digest] = Need(chunk.digest, key, ordinal, nbytes)
     return [*needs.values()]
 

@@ -32,8 +32,9 @@ async def refer_to_intact(
     the damaged copy in its pack while other chunks there are in use: beside the good copy or, once that was collected,
     alone. So a chunk that an earlier process wrote is read before it is referred to, unless a committed step refers to
     that very copy. Only the indexes of the step itself and of the newest steps are searched for such references: they
-    have nearly all chunks that recur in a training, and to search all would take longer than to read. The caller holds
-    ``tier.packs.guard``, or has noted the packs in ``tier.packs.streamed_to``.
+    have nearly all chunks that recur in a training, and to search all would take longer than to read. A chunk that is
+    doubted is always read. The caller holds ``tier.packs.guard``, or has noted the packs in
+    ``tier.packs.streamed_to``.
 
     Args:
         state: of the engine.
@@ -70,7 +71,7 @@ async def _refer_to_intact(
         verified = await in_thread(_verified, tier, index, unproven, pool=state.pool)
         unproven -= verified
         tier.packs.verified |= verified
-    doubted = unproven | (tier.packs.duplicates.keys() & sizes.keys())
+    doubted = unproven | ((tier.packs.duplicates.keys() | tier.packs.doubted) & sizes.keys())
     # Not of scratch memory: a save that calls this may have all of it.
     memory = np.empty(max((sizes[digest] for digest in doubted), default=0), dtype=np.uint8)
     for digest in doubted:
@@ -98,7 +99,8 @@ def _to_ask(tier: Tier, step: StepId | None) -> list[StepId]:
 def is_verified(tier: Tier, digest: bytes, length: int) -> bool:
     """Whether a rank's part may refer to the copy of a chunk on the tier; ``length`` is what the part says."""
     known = tier.packs.has_of_part(digest, length) and digest not in tier.packs.duplicates
-    return known and (digest in tier.packs.verified or not tier.packs.index.was_found(digest))
+    proven = digest in tier.packs.verified or not tier.packs.index.was_found(digest)
+    return known and proven and digest not in tier.packs.doubted
 
 
 def _unverified(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
@@ -109,11 +111,11 @@ def _unverified(tier: Tier, sizes: Mapping[bytes, int]) -> set[bytes]:
 def _of_one_encoding(tier: Tier, sizes: Mapping[bytes, int], wanted: Encoding) -> dict[bytes, Extent]:
     """Chunks with exactly one copy in the wanted encoding (others date from before a change of `codec`), and that copy.
 
-    Such a chunk needs no more proof than one with a single copy: a repair would have left a second copy in this
-    encoding.
+    Such a chunk needs no more proof than one with a single copy, unless it is doubted: a repair would have left a
+    second copy in this encoding.
     """
     found = {}
-    for digest in tier.packs.duplicates.keys() & sizes.keys():
+    for digest in (tier.packs.duplicates.keys() & sizes.keys()) - tier.packs.doubted:
         known = tier.packs.index.get(digest)
         if known is None:  # it was forgotten, as one of them is damaged
             continue

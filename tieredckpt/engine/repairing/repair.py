@@ -65,6 +65,7 @@ async def repair_chunks(state: State, collector: Collector, step: StepId, damage
             # Where a chunk is lost, no copy is good, nor can mend another.
             for other in state.tiers if isinstance(each.error, Corrupt) else (tier,):
                 other.steps.impair(step, each.digests)
+                other.packs.doubt(each.digests)
             _log.error("%s could not be repaired on tier %r: %s", step, name, each.error)
         unrepaired += left
     return unrepaired

@@ -34,6 +34,10 @@ class Packs:
     """Further copies of chunks in packs, as after a repair: one of them may be damaged."""
     verified: set[bytes] = field(default_factory=set)
     """Chunks of earlier processes that are intact where ``index`` has them, read or vouched for by a step."""
+    doubted: set[bytes] = field(default_factory=set)
+    """Chunks that are perhaps damaged where ``index`` has them: a step that may refer to that place lacks them."""
+    losses: int = 0
+    """How often chunks were forgotten or doubted; who had counted on some looks again if it has changed."""
     unlisted: set[str] = field(default_factory=set)
     """Packs with unknown content."""
     orphans: dict[str, float] = field(default_factory=dict)
@@ -53,7 +57,8 @@ class Packs:
     def clear(self) -> None:
         """Forget all packs."""
         self.compressed = False
-        for known in (self.sizes, self.index, self.duplicates, self.verified, self.unlisted, self.orphans):
+        chunks = (self.index, self.duplicates, self.verified, self.doubted)
+        for known in (self.sizes, *chunks, self.unlisted, self.orphans):
             known.clear()
 
     def has(self, digest: bytes, nbytes: int, encoding: Encoding | None = None) -> bool:
@@ -105,10 +110,17 @@ class Packs:
         for key in keys:
             self.orphans.pop(key, None)
 
+    def doubt(self, digests: Iterable[bytes]) -> None:
+        """Have chunks read before anything refers to their bytes here: these may be damaged."""
+        self.doubted.update(digest for digest in digests if digest in self.index)
+        self.losses += 1
+
     def forget(self, digest: bytes) -> None:
         """Do not refer to a chunk's bytes here any more: they are lost or damaged. Under ``guard``."""
         self.index.pop(digest, None)
         self.verified.discard(digest)
+        self.doubted.discard(digest)
+        self.losses += 1
 
     def forget_chunks(self, keys: Collection[str]) -> None:
         """`forget` the chunks of packs that are lost, damaged, or about to be deleted."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from reliability.ranks import World
 from reliability.tiers import FaultyTiers
 from support.commit_scene import MANIFEST, Scene
-from support.insight import flip_chunk, tier_of
-from support.scenes import Heard, assert_restored, config, folder, polled, ram, tree
+from support.insight import flip_chunk, index_of, tier_of
+from support.scenes import CHUNK, Heard, assert_restored, config, folder, polled, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file, step_index
@@ -85,9 +86,12 @@ async def test_a_step_of_which_only_the_commit_is_damaged_is_committed_anew_and_
 
 
 @asynccontextmanager
-async def lost_on_both(tmp_path: Path) -> AsyncIterator[tuple[CheckpointStore, list[Tier]]]:
+async def lost_on_both(
+    tmp_path: Path, capacity: int | None = None
+) -> AsyncIterator[tuple[CheckpointStore, list[Tier]]]:
     """Two steps on two durable tiers, of which the second one lacks a chunk on both; only the latter was looked at."""
     tiers = {name: folder(tmp_path / name, retain="all") for name in ("disk", "far")}
+    tiers["disk"]["capacity"] = capacity
     tiers["far"]["promote"] = "never"
     async with CheckpointStore.open(config(tiers)) as store:
         for step in (1, 2):
@@ -120,6 +124,70 @@ async def test_what_a_copy_lacks_is_written_anew_where_a_tier_has_it_again(tmp_p
         await polled(lambda: disk.steps.has_good(StepId(2, 2)))
         assert far.steps.has_good(StepId(2, 2))
         assert (await store.verify(2, "disk"))[0].intact
+
+
+async def test_what_a_copy_lacks_is_written_anew_within_the_capacity_of_the_tier(tmp_path: Path) -> None:
+    async with lost_on_both(tmp_path, capacity=510_000) as (store, (disk, _)):
+        two_steps = disk.packs.used
+        assert two_steps > 510_000 - CHUNK
+        await flip_chunk(store, "far", 2, "params/w0")  # as it was
+        assert (await store.verify(2, "far", repair=True))[0].intact
+        await polled(lambda: disk.steps.has_good(StepId(2, 2)))
+        assert disk.packs.used < two_steps
+        assert disk.steps.held.keys() == {StepId(2, 2)}
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["held", "left"])
+async def test_a_save_refers_to_no_bytes_that_were_found_damaged(left: bool, tmp_path: Path) -> None:
+    """It lacked them, too, though the trainer had them."""
+    async with lost_on_both(tmp_path) as (store, (disk, _)):
+        if left:  # the pack stays, which another step uses, too
+            params = {"w0": tree(3)["params"]["w0"], "w1": tree(2)["params"]["w1"]}
+            await (await store.save(3, {"params": params})).reached("disk")
+            await store.evict(2, "disk")
+        await (await store.save(4, tree(2))).reached("disk")
+        assert not disk.packs.doubted  # no later one reads it, or makes room for it
+        assert (await store.verify(4, "disk"))[0].intact
+
+
+async def test_a_chunk_that_was_written_anew_in_another_encoding_is_not_lost(tmp_path: Path) -> None:
+    """The damaged copy, in the encoding of the step, came first, and the good one was forgotten."""
+    tiers = {"disk": folder(tmp_path / "disk", retain="all")}
+    state = {"w": np.repeat(np.arange(CHUNK // 64), 16)}
+    async with CheckpointStore.open(config(tiers)) as store:
+        await (await store.save(1, state)).reached("disk")
+        await flip_chunk(store, "disk", 1, "w")
+    tiers["disk"]["codec"] = "fast"
+    async with CheckpointStore.open(config(tiers)) as store:
+        assert (await store.verify(1, "disk", repair=True))[0].lost
+        await (await store.save(2, state)).reached("disk")
+        assert (await store.verify(1, "disk", repair=True))[0].repaired
+        assert (await store.verify(1, "disk"))[0].intact
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_save_refers_to_no_lost_chunk_of_which_there_are_copies_in_two_encodings(
+    first: int, tmp_path: Path
+) -> None:
+    """Whichever of them was listed first: the copy in the encoding of the tier was believed."""
+    tiers = {name: folder(tmp_path / name, retain="all") for name in ("disk", "far")}
+    tiers["far"]["promote"] = "never"
+    state = {"w": np.repeat(np.arange(CHUNK // 64), 16)}
+    for step, codec in ((1, "none"), (2, "fast")):
+        tiers["disk"]["codec"] = codec
+        async with CheckpointStore.open(config(tiers)) as store:
+            await (await store.save(step, state)).reached("disk")
+            await store.promote(step, "far")
+    async with CheckpointStore.open(config(tiers)) as store:
+        packs = tier_of(store, "disk").packs
+        chunks = [(await index_of(store, "disk", step))["w"].chunks[0] for step in (1, 2)]
+        packs.index[chunks[0].digest] = chunks[first].where
+        packs.duplicates[chunks[0].digest] = [chunks[not first].where]
+        for name, step in (("disk", 1), ("disk", 2), ("far", 2)):
+            await flip_chunk(store, name, step, "w")
+        assert (await store.verify(2, "far", repair=True))[0].lost
+        await (await store.save(3, state)).reached("disk")
+        assert (await store.verify(3, "disk"))[0].intact
 
 
 async def test_a_damaged_commit_that_cannot_be_replaced_takes_neither_the_step_nor_its_tier(
@@ -187,25 +255,97 @@ async def test_a_commit_that_was_misread_is_good_once_it_is_read_well(tmp_path: 
             await store.evict(2, "disk")
 
 
-async def test_ranks_write_anew_what_a_copy_lacks(shared_memory: Path, tmp_path: Path) -> None:
-    world = World(2, nodes=["a", "a"])
-    tiers = {"ram": ram(shared_memory), **{name: folder(tmp_path / name, retain="all") for name in ("disk", "far")}}
-    tiers["far"]["promote"] = "never"
-    stores = await asyncio.gather(*(CheckpointStore.open(config(tiers), ranks=c) for c in world.communicators()))
-    saved = await asyncio.gather(*(store.save(1, tree(1)) for store in stores))
+async def save_by_all(stores: Sequence[CheckpointStore], step: int, seed: int | None = None) -> None:
+    """Save an array of each rank, which no other one has."""
+    arrays = tree(seed or step, arrays=len(stores))["params"]
+    parts = ({f"w{rank}": arrays[f"w{rank}"]} for rank in range(len(stores)))
+    saved = await asyncio.gather(*(store.save(step, part) for store, part in zip(stores, parts, strict=True)))
     await asyncio.gather(*(checkpoint.reached("disk") for checkpoint in saved))
+
+
+@asynccontextmanager
+async def lost_for_ranks(
+    shared_memory: Path | None, tmp_path: Path, *, found: bool = True, capacity: int | None = None
+) -> AsyncIterator[list[CheckpointStore]]:
+    """As `lost_on_both`, of two ranks; the steps have left their RAM, and what is lost was ``found``, or not yet."""
+    world = World(2, nodes=["a", "a"])
+    tiers = {"ram": ram(shared_memory)} if shared_memory is not None else {}
+    tiers |= {name: folder(tmp_path / name, retain="all") for name in ("disk", "far")}
+    tiers["far"]["promote"], tiers["disk"]["capacity"] = "never", capacity
+    stores = await asyncio.gather(*(CheckpointStore.open(config(tiers), ranks=c) for c in world.communicators()))
     first = stores[0]
-    await first.promote(1, "far")
-    for store in stores:
-        await flip_chunk(store, "ram", 1, "params/w0")
+    for step in (1, 2):
+        await save_by_all(stores, step)
+        await first.promote(step, "far")
+        if shared_memory is not None:
+            await asyncio.gather(*(store.evict(step, "ram") for store in stores))
     for name in ("disk", "far"):
-        await flip_chunk(first, name, 1, "params/w0")
-    assert (await first.verify(1, "far", repair=True))[0].lost
-    await flip_chunk(first, "far", 1, "params/w0")  # as it was
-    assert (await first.verify(1, "far", repair=True))[0].intact
-    await polled(lambda: tier_of(first, "disk").steps.has_good(StepId(1, 1)))
-    assert (await first.verify(1, "disk"))[0].intact
+        await flip_chunk(first, name, 2, "w1")
+    if found:
+        assert (await first.verify(2, "far", repair=True))[0].lost
+    yield stores
     await asyncio.gather(*(store.close() for store in stores))
+
+
+async def test_ranks_write_anew_what_a_copy_lacks(shared_memory: Path, tmp_path: Path) -> None:
+    async with lost_for_ranks(shared_memory, tmp_path) as (first, _):
+        await flip_chunk(first, "far", 2, "w1")  # as it was
+        assert (await first.verify(2, "far", repair=True))[0].intact
+        await polled(lambda: tier_of(first, "disk").steps.has_good(StepId(2, 2)))
+        assert (await first.verify(2, "disk"))[0].intact
+
+
+async def test_ranks_refer_to_no_bytes_that_were_found_damaged(shared_memory: Path, tmp_path: Path) -> None:
+    async with lost_for_ranks(shared_memory, tmp_path, capacity=270_000) as stores:
+        disk = tier_of(stores[0], "disk")
+        assert disk.packs.used > 270_000 - CHUNK
+        await save_by_all(stores, 3, seed=2)
+        assert (await stores[0].verify(3, "disk"))[0].intact
+        assert disk.packs.used <= 270_000
+
+
+async def test_ranks_refer_to_no_bytes_that_were_found_damaged_while_they_waited(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with lost_for_ranks(shared_memory, tmp_path, found=False) as stores:
+        guard = tier_of(stores[0], "disk").packs.guard
+        await stores[0]._life.loop.call(guard.acquire())
+        saving = asyncio.create_task(save_by_all(stores, 3, seed=2))
+        await polled(lambda: bool(guard._waiters))
+        assert (await stores[0].verify(2, "far", repair=True))[0].lost
+        stores[0]._life.loop.soon(guard.release)
+        await saving
+        assert (await stores[0].verify(3, "disk"))[0].intact
+
+
+async def test_ranks_write_what_was_forgotten_while_they_waited(shared_memory: Path, tmp_path: Path) -> None:
+    """Nobody was asked for it, and the step never came to the tier."""
+    async with lost_for_ranks(shared_memory, tmp_path, found=False) as stores:
+        guard = tier_of(stores[0], "disk").packs.guard
+        await stores[0]._life.loop.call(guard.acquire())
+        repairing = asyncio.create_task(stores[0].verify(2, "disk", repair=True))
+        await polled(lambda: bool(guard._waiters))
+        saving = asyncio.create_task(save_by_all(stores, 3, seed=2))
+        await polled(lambda: len(guard._waiters or ()) == 2)
+        stores[0]._life.loop.soon(guard.release)
+        assert (await repairing)[0].lost
+        await saving
+        assert (await stores[0].verify(3, "disk"))[0].intact
+
+
+async def test_ranks_that_streamed_before_a_chunk_was_found_damaged_commit_no_good_copy(tmp_path: Path) -> None:
+    """Their parts refer to it; later saves did, too."""
+    async with lost_for_ranks(None, tmp_path, found=False) as stores:
+        disk = tier_of(stores[0], "disk")
+        await stores[0]._life.loop.call(disk.packs.guard.acquire())
+        saving = asyncio.create_task(save_by_all(stores, 3, seed=2))
+        await polled(lambda: bool(disk.packs.guard._waiters))
+        assert (await stores[0].verify(2, "far", repair=True))[0].lost
+        stores[0]._life.loop.soon(disk.packs.guard.release)
+        await saving
+        assert not disk.steps.has_good(StepId(3, 3))
+        await save_by_all(stores, 4, seed=2)
+        assert (await stores[0].verify(4, "disk"))[0].intact
 
 
 async def test_who_waits_for_a_step_that_lacks_chunks_is_told_so(

@@ -12,13 +12,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import aclosing, suppress
 from functools import partial
 
 from tieredckpt.concurrency import in_thread, outlast, together
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import evicting_older, needing
-from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step, forget_lacking
+from tieredckpt.engine.promoting.copy_step import batches, check_wanted, copy_step
 from tieredckpt.engine.promoting.dedupe import is_verified, refer_to_intact
 from tieredckpt.engine.promoting.pack_writer import Need, write_packs
 from tieredckpt.engine.promoting.room import have_room
@@ -133,23 +134,19 @@ class Commits:
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
         was_there, impaired_by = step in tier.steps.to_mend(), tier.steps.lacking(step)
-        await forget_lacking(step, tier, impaired_by)
         find = partial(in_thread, holders, parts, partial(is_verified, tier), pool=self._state.pool)
+        losses = tier.packs.losses
         ranks, sizes = await find()
-        counted_on = set(tier.packs.sizes)
-        stored_size = tier.chunks.encoding.stored_size
-        need = sum(
-            stored_size(nbytes) for digest, nbytes in sizes.items() if not tier.packs.has_of_part(digest, nbytes)
-        )
+        stored_size, there, doubted = tier.chunks.encoding.stored_size, tier.packs.has_of_part, tier.packs.doubted
+        need = sum(stored_size(n) for digest, n in sizes.items() if digest in doubted or not there(digest, n))
         await have_room(self._state, self._collector, step, tier, need)
         # Held to the end, so that no pack is collected that ranks refer to or have just written.
         async with needing(need), tier.packs.guard:
             if tier.steps.has_good(step):
                 return 0
-            if counted_on - tier.packs.sizes.keys():  # evicted steps had chunks of this one
+            if tier.packs.losses != losses:  # evicted steps had chunks of this one, or some were found damaged
                 ranks, sizes = await find()
             await refer_to_intact(self._state, tier, step, await self._cell_sizes(step, sizes))
-            there = tier.packs.has_of_part
             lacking = {digest: having for digest, having in ranks.items() if not there(digest, sizes[digest])}
             shares = await in_thread(share_out, lacking, sizes, pool=self._state.pool)
             done = await self._order(step, tier, parts, shares, sizes)
@@ -162,10 +159,7 @@ class Commits:
                 self._state.branch.committed(index.record)
             # Before anybody can tell that it was evicted again.
             report_promoted(self._state, index.record, tier, self.written.get((step, tier.name), 0), begin)
-            for array in index.arrays.values():
-                for chunk in array.chunks:
-                    if isinstance(chunk.where, Extent) and not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
-                        tier.packs.index[chunk.digest] = chunk.where
+            self._index(step, tier, index, new={path for each in done for path in each.packs})
             await self._remove_parts(step, tier, tuple(parts))
         return sum(nbytes for each in done for nbytes in each.packs.values())
 
@@ -250,6 +244,19 @@ class Commits:
         index = await in_thread(merged, pool=self._state.pool)
         check_found(index, tier.packs.sizes)
         return index
+
+    def _index(self, step: StepId, tier: Tier, index: StepIndex, new: AbstractSet[str]) -> None:
+        """Index the chunks of a step in ``new`` packs; those that are nowhere are lost: they were forgotten since."""
+        lost = set()
+        for array in index.arrays.values():
+            for chunk in array.chunks:
+                if isinstance(chunk.where, Extent) and not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
+                    if chunk.where.path in new:
+                        tier.packs.index[chunk.digest] = chunk.where
+                    elif chunk.digest not in tier.packs.index:
+                        lost.add(chunk.digest)
+        if lost:
+            tier.steps.impair(step, lost)
 
     async def _remove_parts(self, step: StepId, tier: Tier, ranks: Sequence[int]) -> None:
         with suppress(TieredCkptError):  # what is left is a stray, and collected as such
