@@ -28,13 +28,12 @@ from tieredckpt.format.encoding import CRC32C
 from tieredckpt.format.ocdbt import Extent
 from tieredckpt.testing.faulty import Faulty
 
+PAGES = st.integers(0, 20).map(lambda pages: pages << 12)  # of numbers of bytes, nearly all examples would be tiny
+CHUNKS = st.builds(lambda pages, less: (pages << 12) - less, st.integers(1, 5), st.integers(0, 5))
+
 
 @given(
-    nbytes=st.lists(st.integers(1, 5 << 12), max_size=30),
-    first=st.integers(0, 20 << 12),
-    limit=st.integers(0, 20 << 12),
-    room_limit=st.integers(0, 20 << 12),
-    behind=st.booleans(),
+    nbytes=st.lists(CHUNKS, min_size=2, max_size=30), first=PAGES, limit=PAGES, room_limit=PAGES, behind=st.booleans()
 )
 def test_packs_hold_every_chunk_once_in_order_and_no_more_than_they_may(
     nbytes: list[int], first: int, limit: int, room_limit: int, behind: bool
@@ -106,9 +105,13 @@ async def test_a_chunk_that_was_damaged_in_ram_is_never_promoted_as_it_is(
                 await store._life.loop.call(borrowed(store._life.engine.state.scratch))
             return
         await store.promote(1, "far")
+        await store.save(2, tree)
+        restored = await store.restore()
+        assert restored is not None
+        assert set(restored.sources) == {"ram"}, "a later save refers to the damaged bytes"
         await store.evict(1, "ram")
         await store.evict(1, "disk")
-        restored = await store.restore()
+        restored = await store.restore(1)
         assert restored is not None
         assert set(restored.sources) == {"far"}
         assert_same(restored.tree, tree)
