@@ -263,8 +263,10 @@ async def test_a_step_that_is_repaired_after_a_change_of_codec_stays_as_stock_re
     async with CheckpointStore.open(config(tiers)) as store:
         await store.promote(1, "far")
         await flip_chunk(store, "disk", 1, key, 1)
+        before = tier_of(store, "disk").packs.used
         (found,) = await store.verify(1, "disk", repair=True)
         assert found.repaired
+        assert tier_of(store, "disk").packs.used < before + 2 * CHUNK, "chunks that are intact were written anew"
         (found,) = await store.verify(1, "disk")
         assert not found.problem
         spec = await store.spec(1, key, tier="disk")
