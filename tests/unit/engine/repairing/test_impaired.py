@@ -117,8 +117,13 @@ async def test_the_repair_of_a_chunk_on_a_durable_tier_makes_no_copy_good_that_l
             await store.evict(1, "far")
 
 
-async def test_what_a_copy_lacks_is_written_anew_where_a_tier_has_it_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", ["there", "damaged"])
+async def test_what_a_copy_lacks_is_written_anew_where_a_tier_has_it_again(tmp_path: Path, index: str) -> None:
     async with lost_on_both(tmp_path) as (store, (disk, far)):
+        if index == "damaged":
+            (nodes,) = tmp_path.glob("disk/steps/*2-*/btree*")
+            nodes.write_bytes(b"damaged")
+            disk.steps.indexes.forget(StepId(2, 2))  # which knew it
         await flip_chunk(store, "far", 2, "params/w0")  # as it was
         assert (await store.verify(2, "far", repair=True))[0].intact
         await polled(lambda: disk.steps.has_good(StepId(2, 2)))
