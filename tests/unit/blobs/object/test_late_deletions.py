@@ -67,8 +67,11 @@ async def test_a_step_is_not_committed_again_while_a_deletion_of_it_may_come(
     heard = Heard(store)
     postponed = await given_up(store, between)
     await heard.first(StepEvicted)
+    await store.collect()
+    between.restart_count()
     with pytest.raises(Conflict, match=r"tier 's3': a deletion of step 1 .* has failed and may still be carried out"):
         await store.promote(1, "s3")
+    assert between.count["PUT"] == 0, "packs of a step that cannot be committed"
     postponed.let_on()
     assert await store.where(1) == ("ram",)
     await store.promote(2, "s3")  # as it is there, nothing happens
