@@ -15,6 +15,7 @@ from support.scenes import SOON, Heard, assert_restored, config, folder, ram, ta
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Outgrown
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.mode import alone
 from tieredckpt.engine.promoting import copy_step
 from tieredckpt.engine.saving import copy_to_slab
 from tieredckpt.engine.saving.snapshot import Snapshot
@@ -22,7 +23,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import lease as lease_module
 from tieredckpt.engine.tier.slab_index import SlabIndex
 from tieredckpt.errors import NotFound, TierUnavailable
-from tieredckpt.events import StepPromoted, TierFailed
+from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
 
@@ -133,6 +134,45 @@ async def test_a_tier_that_fails_again_while_it_is_scanned_is_scanned_before_it_
         await on_disk(paused, 2, 3)
     async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as reader:
         assert_restored(await reader.restore(3), tree(1))
+
+
+async def test_after_a_flush_tiers_rest_until_something_changes(two_tiers: StoreConfig, tmp_path: Path) -> None:
+    """Or two tiers would wake each other for ever."""
+    three_tiers = {tier.name: tier for tier in two_tiers.tiers} | {"far": folder(tmp_path / "far")}
+    async with CheckpointStore.open(config(three_tiers)) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+        promoters = store._life.engine.promoters.values()
+        before = sum(promoter._rests for promoter in promoters)
+        await asyncio.sleep(0.2)
+        assert sum(promoter._rests for promoter in promoters) < before + 30
+
+
+@pytest.mark.parametrize("error", [TierUnavailable, RuntimeError])
+async def test_an_error_that_nobody_foresaw_fails_the_tier_for_a_while_and_is_logged(
+    two_tiers: StoreConfig,
+    faults: FaultyTiers,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
+) -> None:
+    """It would be met again at once, and again."""
+
+    errors, copy = [error("once")], alone.copy_step
+
+    async def fail_once(*arguments: Any) -> int:
+        if errors:
+            raise errors.pop()
+        return await copy(*arguments)
+
+    monkeypatch.setattr(alone, "copy_step", fail_once)
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        checkpoint = await store.save(1, tree(1))
+        assert str((await heard.first(TierFailed)).error) == "once"
+        await heard.first(TierRecovered)
+        await checkpoint.reached("disk")
+    assert ("unexpected failure" in caplog.text) is (error is RuntimeError)
 
 
 async def test_ram_that_goes_away_under_a_promotion_is_no_failure_of_the_other_tier(
