@@ -15,7 +15,7 @@ from support.agents import end_agent, until
 from support.cohort import cohort
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, SOON, Heard, Keeper, assert_restored, config, folder, ram
+from support.scenes import CHUNK, SOON, Heard, Keeper, assert_restored, config, folder, polled, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -210,21 +210,47 @@ async def test_a_device_without_room_for_a_lease_gives_up_an_older_step(
         heard = Heard(store)
         for step in (1, 2, 3):
             await (await store.save(step, state(step))).reached("disk")
-        fill_up(tiny_file_system)
-
-        async def renew() -> None:
-            tier = tier_of(store, "disk")
-            assert tier.lease is not None
-            with pytest.raises(NoSpace) as failed:
-                await tier.lease.renew()
-            store._life.engine.state.report(tier, failed.value)
-
-        await store._life.loop.call(renew())
+        await fill_up_under_lease(store, tiny_file_system)
         checkpoint = await store.save(4, state(4))
         await heard.first(TierRecovered)
         await checkpoint.reached("disk")
         assert heard.of(RetentionCut)[0].step == 1
         (tiny_file_system / "filler").unlink()
+
+
+async def test_a_device_without_room_for_a_lease_keeps_its_steps_while_none_is_due(
+    shared_memory: Path, tiny_file_system: Path, faults: FaultyTiers
+) -> None:
+    disk = folder(tiny_file_system / "disk", retain="all", promote="never")
+    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
+        heard = Heard(store)
+        for step in (1, 2, 3):
+            await store.save(step, state(step))
+            await store.promote(step, "disk")
+        await fill_up_under_lease(store, tiny_file_system)
+        tried = lease_puts(faults)
+        await polled(lambda: lease_puts(faults) > tried + 2)
+        assert [info.tiers for info in await store.steps()] == [("ram", "disk")] * 3
+        (tiny_file_system / "filler").unlink()
+        await heard.first(TierRecovered)
+
+
+def lease_puts(faults: FaultyTiers) -> int:
+    return sum(call.verb == "put" and call.key.startswith("leases/") for call in faults["disk"].calls)
+
+
+async def fill_up_under_lease(store: CheckpointStore, folder: Path) -> None:
+    """Let the tier "disk" fail in a folder that has no room to renew its lease."""
+    fill_up(folder)
+
+    async def renew() -> None:
+        tier = tier_of(store, "disk")
+        assert tier.lease is not None
+        with pytest.raises(NoSpace) as failed:
+            await tier.lease.renew()
+        store._life.engine.state.report(tier, failed.value)
+
+    await store._life.loop.call(renew())
 
 
 def fill_up(folder: Path) -> None:

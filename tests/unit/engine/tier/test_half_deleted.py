@@ -147,6 +147,12 @@ async def test_what_a_new_look_at_the_tier_does_not_find_is_told_to_be_gone(
         await heard.first(TierRecovered)
         await store.flush()
         assert [(info.step, info.tiers) for info in await store.steps()] == [(1, ("ram",)), (2, ("ram", "disk"))]
+        disk.fail("put", TierUnavailable("no answer"), key="packs/*")
+        disk.flip("get", 300, key="tieredckpt.json")
+        await store.save(3, tree(3))
+        await heard.first(StepEvicted, lambda event: (event.step, event.tier) == (2, "disk"))
+        assert faults.struck["wrong bytes", "get"] == 2
+        assert [event.step for event in heard.of(StepEvicted) if event.tier == "disk"] == [1, 2], "each once"
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["deleted", "deleted, and the answer is lost"])
