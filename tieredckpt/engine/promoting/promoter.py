@@ -201,8 +201,7 @@ class Promoter:
                 try:
                     await self._copying
                 except asyncio.CancelledError:
-                    mine = asyncio.current_task()
-                    if mine is None or mine.cancelling():
+                    if being_cancelled():
                         raise
                     return  # it gave way
             self._succeeded()
