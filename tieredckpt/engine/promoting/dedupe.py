@@ -57,7 +57,6 @@ async def _refer_to_intact(
         if digest not in tier.packs.index:
             continue  # it was forgotten since, as one of them is damaged
         if tier.packs.index[digest] != extent:
-            tier.packs.forget(digest)
             tier.packs.index[digest] = extent
         del tier.packs.duplicates[digest]
         unproven.add(digest)
@@ -86,7 +85,6 @@ async def _refer_to_intact(
             except (Corrupt, NotFound):
                 continue
             tier.packs.index[digest] = extent
-            tier.packs.verified.add(digest)
             break
         tier.packs.duplicates.pop(digest, None)
 

@@ -33,7 +33,7 @@ class Packs:
     duplicates: dict[bytes, list[Extent]] = field(default_factory=dict)
     """Further copies of chunks in packs, as after a repair: one of them may be damaged."""
     verified: set[bytes] = field(default_factory=set)
-    """Chunks of earlier processes that are intact where ``index`` has them, read or vouched for by a step."""
+    """Chunks of earlier processes that are intact where ``index`` has them, as a step vouches."""
     doubted: set[bytes] = field(default_factory=set)
     """Chunks that are perhaps damaged where ``index`` has them: a step that may refer to that place lacks them."""
     losses: int = 0

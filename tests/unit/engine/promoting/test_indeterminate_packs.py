@@ -15,6 +15,7 @@ from reliability.life import slow_stores
 from reliability.memory import MemoryBlobs, Objects
 from support.cohort import cohort
 from support.insight import index_of
+from support.limits import limit
 from support.scenes import CHUNK, assert_restored, config, crash, ram, tree
 
 from tieredckpt import CheckpointStore
@@ -67,6 +68,10 @@ async def repaired(store: CheckpointStore, objects: Objects) -> Extent:
     return damaged
 
 
+async def unexpected(*_: Any) -> None:
+    pytest.fail("a chunk was read")
+
+
 async def assert_intact(store: CheckpointStore) -> None:
     for info in await store.steps():
         assert [found.problem for found in await store.verify(info.step)] == [""] * len(info.tiers)
@@ -110,7 +115,11 @@ async def test_of_several_ranks_too_such_a_pack_lends_none(
 
 @pytest.mark.parametrize("first", [sorted, lambda keys: sorted(keys, reverse=True)], ids=["one way", "the other"])
 async def test_of_two_copies_of_a_repaired_chunk_the_next_process_refers_to_the_good_one(
-    shared_memory: Path, objects: Objects, slow: None, first: Callable[[list[str]], list[str]]
+    shared_memory: Path,
+    objects: Objects,
+    slow: None,
+    monkeypatch: pytest.MonkeyPatch,
+    first: Callable[[list[str]], list[str]],
 ) -> None:
     store = await opened(shared_memory)
     await store.save(1, tree(1))
@@ -126,6 +135,10 @@ async def test_of_two_copies_of_a_repaired_chunk_the_next_process_refers_to_the_
         await store.flush()
         assert (await place_of(store, 2, "params/w0")).path != damaged.path
         await assert_intact(store)
+        monkeypatch.setattr(dedupe, "read_chunk", unexpected)  # as each is read once
+        await store.save(3, tree(1) | {"epoch": 3})
+        await store.flush()
+        assert "far" in await store.where(3)
 
 
 async def test_a_damaged_copy_that_outlived_the_good_one_is_not_referred_to(
@@ -152,16 +165,28 @@ async def test_what_a_committed_step_refers_to_is_not_read_to_be_referred_to_aga
     async with opened(shared_memory) as store:
         await store.save(1, tree(1))
         await store.flush()
-
-    async def unexpected(*_: Any) -> None:
-        pytest.fail("a chunk was read")
-
     monkeypatch.setattr(dedupe, "read_chunk", unexpected)
     async with opened(shared_memory) as store:
         await store.save(2, tree(1) | {"epoch": 2})
         await store.flush()
         assert "far" in await store.where(2)
         assert len(packs(objects)) == 1
+
+
+async def test_a_pack_that_another_writer_has_deleted_lends_none(
+    shared_memory: Path, objects: Objects, slow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, steps_asked=0)  # or they would vouch for it
+    async with opened(shared_memory) as store:
+        await store.save(1, tree(1))
+        await store.flush()
+    async with opened(shared_memory) as store:
+        (pack,) = packs(objects)
+        del objects.data[pack]
+        await store.save(2, tree(1))
+        await store.flush()
+        (found,) = await store.verify(2, "far")
+        assert not found.problem
 
 
 @pytest.mark.parametrize("torn", [True, False], ids=["torn", "gone"])

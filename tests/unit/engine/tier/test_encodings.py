@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from reliability.tiers import FaultyTiers
 from support.cohort import assert_whole, blank, cohort, part
 from support.insight import extents, flip_chunk, tier_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_restored, assert_same, config, folder, ram, tree
+from support.scenes import CHUNK, assert_restored, assert_same, config, folder, pack_bytes, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.promoting import dedupe
@@ -149,6 +150,9 @@ async def test_ranks_that_stream_find_intact_what_is_there(
         async with cohort(2, shared_memory, disk, ram_settings=settings, disk_settings={"codec": codec}) as ranks:
             await ranks.reached(await ranks.save(step, 5), "disk")
             assert await ranks[0].where(step) == ("disk",)
+            if step == 1:
+                used = pack_bytes(disk)
+    assert pack_bytes(disk) == used
     assert read
     assert not any(read)
 
@@ -225,6 +229,21 @@ async def test_what_lies_in_both_forms_is_read_only_where_no_step_vouches_for_it
     async with CheckpointStore.open(with_codec(tmp_path, after)) as store:
         for step in (1, 4):
             assert_restored(await store.restore(step, resume=False), soft())
+
+
+@pytest.mark.parametrize(("before", "after"), [("none", "small"), ("small", "none")])
+async def test_a_step_vouches_for_no_copy_in_another_form_than_its_own(tmp_path: Path, before: str, after: str) -> None:
+    await saved(tmp_path, before, 1, soft())
+    packs = {*tmp_path.glob("disk/packs/*/*.pack")}
+    await saved(tmp_path, after, 2, soft())
+    # As a crash may leave it: the step was never committed, and of its packs the footers came before the chunks.
+    for path in {*tmp_path.glob("disk/packs/*/*.pack")} - packs:
+        with path.open("r+b") as file:
+            file.write(bytes(CHUNK))
+    shutil.rmtree(*tmp_path.glob("disk/steps/*2-*"))
+    await saved(tmp_path, after, 3, soft())
+    async with CheckpointStore.open(with_codec(tmp_path, after)) as store:
+        assert all(not found.problem for found in await store.verify())
 
 
 @pytest.mark.parametrize(("before", "after"), [("none", "small"), ("small", "none")])
