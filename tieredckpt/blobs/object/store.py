@@ -78,7 +78,7 @@ class ObjectStore:
             remote=True,
             parallel_puts=concurrency,
         )
-        self._active = 0
+        self._reads = 0
         self._closed = False
 
     @property
@@ -96,7 +96,7 @@ class ObjectStore:
 
     async def get(self, key: str, *, limit: int) -> bytes:
         self._check(key)
-        with self._in_use():
+        with self._copying():
             arriving, size = await self._throttle(lambda: self._client.get(key, piece=_PIECE))
             if size > limit:
                 raise Corrupt(f"{self._at(key)} has {size} bytes, and at most {limit} are acceptable")
@@ -108,7 +108,7 @@ class ObjectStore:
         self._check(key)
         if offset < 0 or into.readonly:
             raise Invalid(f"{key} cannot be read from offset {offset} on, or into read-only memory")
-        with self._in_use():
+        with self._copying():
             if not into.nbytes:  # there is no request for nothing
                 size = (await self._throttle(lambda: self._client.stat(key))).size
                 if offset > size:
@@ -121,7 +121,7 @@ class ObjectStore:
         self._check(key)
         check_stretches(key, stretches)
         landing = Landing(stretches[0].offset, stretches, digested=True)
-        with self._in_use():
+        with self._copying():
             await self._land_range(key, stretches, landing)
         return landing.digests
 
@@ -132,53 +132,47 @@ class ObjectStore:
         # Views of its own: they can be released when nobody else uses the memory any more.
         views = [memoryview(part) for part in parts if memoryview(part).nbytes]
         small = sum(view.nbytes for view in views) <= _ENDS_BY_ITSELF
-        with self._in_use():
-            try:
-                await self._throttle(lambda: _ended(self._client.put(key, views, create_only=create_only), small))
-            finally:
-                await outlast(asyncio.ensure_future(_released(views)))
+        try:
+            await self._throttle(lambda: _ended(self._client.put(key, views, create_only=create_only), small))
+        finally:
+            await outlast(asyncio.ensure_future(_released(views)))
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], *, nbytes: int | None = None) -> None:
         self._check(key)
-        with self._in_use():
-            await self._client.put_stream(key, pieces, nbytes=nbytes)  # not to be repeated: the pieces come once
+        await self._client.put_stream(key, pieces, nbytes=nbytes)  # not to be repeated: the pieces come once
 
     async def stat(self, key: str) -> BlobInfo:
         self._check(key)
-        with self._in_use():
-            try:
-                return await self._throttle(lambda: self._client.stat(key))
-            except NotFound:
-                with contextlib.suppress(ShortRead):
-                    # The answer to a HEAD has no body to tell by whether it came from the store.
-                    await self._throttle(lambda: self._client.get_range(key, 0, 1))
-                return await self._throttle(lambda: self._client.stat(key))  # it came meanwhile
+        try:
+            return await self._throttle(lambda: self._client.stat(key))
+        except NotFound:
+            with contextlib.suppress(ShortRead):
+                # The answer to a HEAD has no body to tell by whether it came from the store.
+                await self._throttle(lambda: self._client.get_range(key, 0, 1))
+            return await self._throttle(lambda: self._client.stat(key))  # it came meanwhile
 
     async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
         self._check_open()
         check_prefix(prefix)
-        with self._in_use():
-            async with contextlib.aclosing(_Pages(self._client, prefix)) as pages:
-                while page := await self._throttle(pages.following):
-                    for info in page:
-                        if is_key(info.key):
-                            yield info
+        async with contextlib.aclosing(_Pages(self._client, prefix)) as pages:
+            while page := await self._throttle(pages.following):
+                for info in page:
+                    if is_key(info.key):
+                        yield info
 
     async def list_at_once(self, prefix: str) -> Sequence[BlobInfo] | None:
         self._check_open()
         check_prefix(prefix)
-        with self._in_use():
-            async with contextlib.aclosing(_Pages(self._client, prefix)) as pages:
-                try:
-                    page = await self._throttle(pages.following)
-                except OddName:
-                    return None  # the folder in question may have none
+        async with contextlib.aclosing(_Pages(self._client, prefix)) as pages:
+            try:
+                page = await self._throttle(pages.following)
+            except OddName:
+                return None  # the folder in question may have none
         return None if len(page) >= LISTED_AT_ONCE else [info for info in page if is_key(info.key)]
 
     async def delete(self, key: str) -> None:
         self._check(key)
-        with self._in_use():
-            await self._throttle(lambda: _ended(self._client.delete(key), True))
+        await self._throttle(lambda: _ended(self._client.delete(key), True))
 
     async def close(self) -> None:
         """Refuse further verbs; those under way end as they would have."""
@@ -197,16 +191,17 @@ class ObjectStore:
         return f"{key} at {self.location}"
 
     @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
-        self._active += 1
+    def _copying(self) -> Iterator[None]:
+        """Keep the threads that copy arriving bytes, whether the store is closed meanwhile or not."""
+        self._reads += 1
         try:
             yield
         finally:
-            self._active -= 1
+            self._reads -= 1
             self._end_threads()
 
     def _end_threads(self) -> None:
-        if self._closed and not self._active:
+        if self._closed and not self._reads:
             self._copiers.shutdown(wait=False)
 
     async def _land_range(self, key: str, stretches: Sequence[Stretch], landing: Landing) -> None:
