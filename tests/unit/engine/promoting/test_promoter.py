@@ -15,14 +15,17 @@ from support.scenes import SOON, Heard, assert_restored, config, folder, ram, ta
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Outgrown
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.mode import alone
 from tieredckpt.engine.promoting import copy_step
+from tieredckpt.engine.restoring.source import SilentSource
 from tieredckpt.engine.saving import copy_to_slab
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import lease as lease_module
 from tieredckpt.engine.tier.slab_index import SlabIndex
-from tieredckpt.errors import NotFound, TierUnavailable
+from tieredckpt.engine.tier.tier import Tier
+from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import StepPromoted, TierFailed, TierRecovered
 from tieredckpt.format.manifest import StepId
 
@@ -146,6 +149,32 @@ async def test_after_a_flush_tiers_rest_until_something_changes(two_tiers: Store
         before = sum(promoter._rests for promoter in promoters)
         await asyncio.sleep(0.2)
         assert sum(promoter._rests for promoter in promoters) < before + 30
+
+
+@pytest.mark.parametrize("error", [SilentSource, Corrupt, NotFound, Conflict])
+async def test_a_step_that_cannot_be_copied_is_no_failure_of_its_tier_and_keeps_no_other_from_it(
+    two_tiers: StoreConfig, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch, error: type[TieredCkptError]
+) -> None:
+    copy = alone.copy_step
+
+    async def fail_one(state: State, collector: Collector, step: StepId, tier: Tier) -> int:
+        if step.step == 3:
+            raise error("by script")
+        return await copy(state, collector, step, tier)
+
+    monkeypatch.setattr(alone, "copy_step", fail_one)
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        first = faults["disk"].hold("put", key="packs/*")
+        await store.save(1, tree(1))
+        await first.reached()
+        await store.save(2, tree(2))
+        newest = await store.save(3, tree(3))
+        first.release()
+        await on_disk(store, 1, 2)
+        with pytest.raises(error, match=r"step 3 .* cannot reach tier 'disk': by script"):
+            await newest.reached("disk")
+        assert not heard.of(TierFailed)
 
 
 @pytest.mark.parametrize("error", [TierUnavailable, RuntimeError])
