@@ -44,8 +44,8 @@ def in_pieces(objects: Objects) -> Iterator[None]:
         yield
 
 
-def opened(shared_memory: Path, **settings: Any) -> CheckpointStore:
-    far = {"kind": "kvstore", "spec": "memory://", "survives": "node", "retries": 0, "retain": "all"}
+def opened(shared_memory: Path, codec: str = "none", **settings: Any) -> CheckpointStore:
+    far = {"kind": "kvstore", "spec": "memory://", "survives": "node", "retries": 0, "retain": "all", "codec": codec}
     return CheckpointStore.open(config({"ram": ram(shared_memory), "far": far}, **settings))
 
 
@@ -190,14 +190,15 @@ async def test_a_pack_that_another_writer_has_deleted_lends_none(
 
 
 @pytest.mark.parametrize("torn", [True, False], ids=["torn", "gone"])
+@pytest.mark.parametrize("codec", ["none", "small"])
 @pytest.mark.usefixtures("slow")
 async def test_a_step_whose_index_is_lost_keeps_no_newer_one_from_the_tier(
-    shared_memory: Path, objects: Objects, torn: bool
+    shared_memory: Path, objects: Objects, torn: bool, codec: str
 ) -> None:
-    async with opened(shared_memory) as store:
+    async with opened(shared_memory, codec) as store:
         await store.save(1, tree(1))
         await store.flush()
-    async with opened(shared_memory) as store:
+    async with opened(shared_memory, codec) as store:
         for key in [key for key in objects.data if "/btree" in key]:
             if torn:
                 objects.data[key] = objects.data[key][:-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, Heard, assert_restored, config, folder, ram
+from support.scenes import CHUNK, SOON, Heard, assert_restored, config, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -86,3 +87,11 @@ async def test_no_capacity_is_exceeded_by_a_step_that_takes_more_than_there_is(
             await (await store.save(2, state(2, 62))).reached("disk")
         assert await on_disk(store) == [1]
         assert tier_of(store, "disk").packs.used <= capacity
+        scratch = store._life.engine.state.scratch
+
+        async def borrow_all() -> None:
+            async with scratch.lend(scratch.capacity):
+                pass
+
+        async with asyncio.timeout(SOON):  # what was lent for packs that did not fit was given back
+            await store._life.loop.call(borrow_all())
