@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
+from support.limits import limit
 from support.scenes import SOON, Heard, assert_restored, config, folder, ram, taken_over, tree
 
 from tieredckpt import CheckpointStore
@@ -137,6 +138,20 @@ async def test_a_tier_that_fails_again_while_it_is_scanned_is_scanned_before_it_
         await on_disk(paused, 2, 3)
     async with CheckpointStore.open(config({"disk": folder(disk)}), read_only=True) as reader:
         assert_restored(await reader.restore(3), tree(1))
+
+
+async def test_a_tier_that_failed_is_left_alone_until_its_time(
+    two_tiers: StoreConfig, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, first_retry=SOON, last_retry=SOON)
+    async with CheckpointStore.open(two_tiers) as store:
+        heard = Heard(store)
+        faults.kill("disk")
+        await store.save(1, tree(1))
+        await heard.first(TierFailed)
+        calls = len(faults["disk"].calls)
+        await asyncio.sleep(0.2)
+        assert len(faults["disk"].calls) == calls
 
 
 async def test_after_a_flush_tiers_rest_until_something_changes(two_tiers: StoreConfig, tmp_path: Path) -> None:
