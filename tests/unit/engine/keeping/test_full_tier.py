@@ -87,7 +87,7 @@ async def test_the_newest_step_drives_out_the_oldest_that_are_retained(
 
 
 async def test_what_found_no_room_beside_newer_steps_keeps_nothing_from_working(place: Place) -> None:
-    async with place.opened(retain={"kind": "last_n", "n": 9}) as store:
+    async with place.opened(retain={"kind": "last_n", "n": 9}, on_close="keep") as store:
         for step in range(1, 10):
             await (await store.save(step, state(step))).reached("disk")
         await store.evict(9, "ram")
