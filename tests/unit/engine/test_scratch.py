@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from tieredckpt.blobs import mapping
+from tieredckpt.blobs.ram.slab import PAGE
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.errors import Corrupt, NoSpace
-
-PAGE = 4096
 
 
 @pytest.fixture(params=[True, False], ids=["shared", "private"])

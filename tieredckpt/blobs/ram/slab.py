@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import mmap
 import os
 import threading
 import time
@@ -27,12 +28,14 @@ from tieredckpt.blobs.ram import regions
 from tieredckpt.blobs.space import check_room
 from tieredckpt.devices.numa import take_near_devices
 from tieredckpt.errors import Corrupt, NoSpace, TierUnavailable
-from tieredckpt.format.layout import aligned
 from tieredckpt.units import format_size
 
-__all__ = ["Slab", "aligned"]
+__all__ = ["PAGE", "Slab", "aligned"]
 
 _log = logging.getLogger("tieredckpt")
+
+PAGE = max(ALIGNMENT, mmap.PAGESIZE)
+"""Bytes of the system's pages, at least `ALIGNMENT`: on some ARM systems nothing can be mapped within 64 KiB."""
 
 _MAPPED_AT_ONCE = 32 << 20
 _PREPARED_AT_ONCE = 64 << 20
@@ -42,6 +45,11 @@ _SHARE_OF_A_PROCESSOR = 0.25
 """Most of a processor's time that background preparation of memory takes."""
 
 
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to `PAGE`."""
+    return -(-nbytes // PAGE) * PAGE
+
+
 class Slab:
     """A mapped file cut into extents; safe to use from any thread.
 
@@ -49,7 +57,7 @@ class Slab:
         fd: an open file of at least ``capacity`` bytes; the slab owns it, also when this raises. None for memory of
             this process alone, which comes in huge pages where the system has them: direct I/O then moves 2 MiB in one
             piece instead of 512, and read 1.4 times as fast on the reference machine.
-        capacity: the largest size it may grow to, in bytes, a multiple of `ALIGNMENT`.
+        capacity: the largest size it may grow to, in bytes, a multiple of `PAGE`.
         reserved: bytes from the start that have their memory already.
         writable: False for a slab that another process writes; nothing is handed out from it then.
         growing: entered while more memory is asked for, with the bytes that have theirs already; it may raise
@@ -126,7 +134,7 @@ class Slab:
         return self._fd
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a free extent of ``nbytes`` rounded up to `ALIGNMENT`, or None when none is left."""
+        """The offset of a free extent of ``nbytes`` rounded up to `PAGE`, or None when none is left."""
         need = aligned(nbytes)
         with self._guards_extents:
             while True:
@@ -245,7 +253,7 @@ class Slab:
         need = aligned(nbytes)
         with self._guards_extents:
             i = bisect.bisect_right(self._free, (offset, self.capacity + 1)) - 1
-            if i < 0 or offset % ALIGNMENT:
+            if i < 0 or offset % PAGE:
                 return False
             start, length = self._free[i]
             if offset + need > start + length:
@@ -340,7 +348,7 @@ class Slab:
         if self.writable or self._fd is None:
             return self._reserved
         try:
-            return min(self.capacity, os.fstat(self._fd).st_blocks * 512 // ALIGNMENT * ALIGNMENT)
+            return min(self.capacity, os.fstat(self._fd).st_blocks * 512 // PAGE * PAGE)
         except OSError:  # it has just been closed
             return 0
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.locks import let_go
 from tieredckpt.blobs.ram.slab import aligned
 from tieredckpt.blobs.ram.store import RamStore
@@ -80,7 +79,7 @@ def _in_one_piece(index: StepIndex, name: str, form: Form) -> bool:
         return False
     if array.grid.size <= 1:
         return True
-    in_pages = all(cell.start % ALIGNMENT == 0 for cell in cells(array.grid))
+    in_pages = all(cell.start == aligned(cell.start) for cell in cells(array.grid))
     return in_pages and all(isinstance(chunk.where, Extent) for chunk in array.chunks)
 
 

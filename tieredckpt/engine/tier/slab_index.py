@@ -8,15 +8,16 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.ram.slab import Slab
+from tieredckpt.blobs.ram.slab import Slab, aligned
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.format.encoding import CRC32C
 
 __all__ = ["SlabIndex", "slab_size"]
 
 
-slab_size = CRC32C.stored_size
-"""Bytes of a slab that a chunk takes: with room for the checksum that promotion writes behind it."""
+def slab_size(nbytes: int) -> int:
+    """Bytes of a slab that a chunk takes: with room for the checksum that promotion writes behind it."""
+    return aligned(nbytes + CRC32C.overhead)
 
 
 class SlabIndex:

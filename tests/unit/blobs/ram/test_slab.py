@@ -20,16 +20,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tieredckpt.blobs import mapping
-from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.ram import slab as slabs
-from tieredckpt.blobs.ram.slab import Slab, aligned
+from tieredckpt.blobs.ram.slab import PAGE, Slab, aligned
 from tieredckpt.errors import Corrupt, NoSpace
 
 MIB = 1 << 20
 PAGES = 64
-SIZES = st.one_of(
-    st.integers(1, 3 * ALIGNMENT), st.sampled_from([ALIGNMENT, ALIGNMENT + 1, 20 * ALIGNMENT, PAGES * ALIGNMENT])
-)
+SIZES = st.one_of(st.integers(1, 3 * PAGE), st.sampled_from([PAGE, PAGE + 1, 20 * PAGE, PAGES * PAGE]))
 
 
 def memfd(nbytes: int) -> int:
@@ -40,7 +37,7 @@ def memfd(nbytes: int) -> int:
 
 @pytest.fixture
 def slab() -> Iterator[Slab]:
-    slab = Slab(memfd(PAGES * ALIGNMENT), PAGES * ALIGNMENT)
+    slab = Slab(memfd(PAGES * PAGE), PAGES * PAGE)
     yield slab
     slab.close()
 
@@ -57,7 +54,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slab = Slab(memfd(PAGES * ALIGNMENT), PAGES * ALIGNMENT)
+        self.slab = Slab(memfd(PAGES * PAGE), PAGES * PAGE)
         self.extents: dict[int, int] = {}
         self.reserved = 0
 
@@ -74,7 +71,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(nbytes=SIZES)
     def allocate(self, nbytes: int) -> None:
-        fits = aligned(nbytes) // ALIGNMENT <= self.longest_run()
+        fits = aligned(nbytes) // PAGE <= self.longest_run()
         offset = self.slab.allocate(nbytes)
         assert (offset is not None) == fits
         if offset is not None:
@@ -87,33 +84,33 @@ class SlabMachine(RuleBasedStateMachine):
         offset = data.draw(st.sampled_from(sorted(self.extents)))
         self.slab.release(offset, self.extents.pop(offset))
 
-    @rule(page=st.integers(0, PAGES + 2), nbytes=SIZES, shift=st.sampled_from([0, 0, 0, 1, ALIGNMENT // 2]))
+    @rule(page=st.integers(0, PAGES + 2), nbytes=SIZES, shift=st.sampled_from([0, 0, 0, 1, PAGE // 2]))
     def claim(self, page: int, nbytes: int, shift: int) -> None:
-        wanted = set(pages(page * ALIGNMENT, nbytes))
-        free = set(range(self.slab.reserved // ALIGNMENT)) - self.taken()
-        claimed = self.slab.claim(page * ALIGNMENT + shift, nbytes)
+        wanted = set(pages(page * PAGE, nbytes))
+        free = set(range(self.slab.reserved // PAGE)) - self.taken()
+        claimed = self.slab.claim(page * PAGE + shift, nbytes)
         assert claimed == (shift == 0 and wanted <= free)
         if claimed:
-            self.extents[page * ALIGNMENT] = nbytes
+            self.extents[page * PAGE] = nbytes
 
-    @rule(nbytes=st.integers(0, 2 * PAGES * ALIGNMENT))
+    @rule(nbytes=st.integers(0, 2 * PAGES * PAGE))
     def reserve(self, nbytes: int) -> None:
         before = self.slab.reserved
         self.slab.reserve(nbytes)
-        assert self.slab.reserved == max(before, min(aligned(nbytes), PAGES * ALIGNMENT))
+        assert self.slab.reserved == max(before, min(aligned(nbytes), PAGES * PAGE))
 
     @invariant()
     def what_is_used_is_what_was_handed_out(self) -> None:
-        used = len(self.taken()) * ALIGNMENT
+        used = len(self.taken()) * PAGE
         assert self.slab.used == used
-        assert self.slab.room == PAGES * ALIGNMENT - used
+        assert self.slab.room == PAGES * PAGE - used
 
     @invariant()
     def extents_begin_at_pages_within_memory_that_is_reserved(self) -> None:
         assert self.slab.reserved <= self.slab.capacity
         assert os.fstat(self.slab.fileno()).st_blocks * 512 == self.slab.reserved
         for offset, nbytes in self.extents.items():
-            assert offset % ALIGNMENT == 0
+            assert offset % PAGE == 0
             assert offset + aligned(nbytes) <= self.slab.reserved
 
     @invariant()
@@ -123,7 +120,7 @@ class SlabMachine(RuleBasedStateMachine):
 
 
 def pages(offset: int, nbytes: int) -> range:
-    return range(offset // ALIGNMENT, (offset + aligned(nbytes)) // ALIGNMENT)
+    return range(offset // PAGE, (offset + aligned(nbytes)) // PAGE)
 
 
 TestSlab = SlabMachine.TestCase
@@ -131,26 +128,26 @@ TestSlab.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_what_was_handed_out_in_pieces_is_one_piece_when_it_is_back(slab: Slab) -> None:
-    offsets = [slab.allocate(ALIGNMENT) for _ in range(PAGES)]
+    offsets = [slab.allocate(PAGE) for _ in range(PAGES)]
     assert slab.allocate(1) is None
     random.Random(7).shuffle(offsets)
     for offset in offsets:
         assert offset is not None
-        slab.release(offset, ALIGNMENT)
-    assert slab.allocate(PAGES * ALIGNMENT) == 0
+        slab.release(offset, PAGE)
+    assert slab.allocate(PAGES * PAGE) == 0
 
 
 def test_an_extent_that_is_not_out_cannot_come_back(slab: Slab) -> None:
-    first, second = slab.allocate(ALIGNMENT), slab.allocate(2 * ALIGNMENT)
+    first, second = slab.allocate(PAGE), slab.allocate(2 * PAGE)
     assert first is not None
     assert second is not None
-    slab.release(first, ALIGNMENT)
-    for offset, nbytes in ((first, ALIGNMENT), (first, 2 * ALIGNMENT)):
+    slab.release(first, PAGE)
+    for offset, nbytes in ((first, PAGE), (first, 2 * PAGE)):
         with pytest.raises(AssertionError):
             slab.release(offset, nbytes)
-    slab.release(second, 2 * ALIGNMENT)
+    slab.release(second, 2 * PAGE)
     with pytest.raises(AssertionError):
-        slab.release(second, ALIGNMENT)
+        slab.release(second, PAGE)
 
 
 def test_bytes_of_an_extent_are_those_of_the_file(slab: Slab) -> None:
@@ -161,21 +158,21 @@ def test_bytes_of_an_extent_are_those_of_the_file(slab: Slab) -> None:
 
 
 def test_a_slab_that_is_refused_memory_stays_at_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    slab = Slab(memfd(PAGES * ALIGNMENT), PAGES * ALIGNMENT)
-    slab.reserve(8 * ALIGNMENT)
+    slab = Slab(memfd(PAGES * PAGE), PAGES * PAGE)
+    slab.reserve(8 * PAGE)
 
     def refuse(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(mapping, "reserve", refuse)
     with pytest.raises(NoSpace, match="no room for a slab of 64 KiB; it has 32 KiB already"):
-        slab.reserve(16 * ALIGNMENT)
-    assert slab.capacity == PAGES * ALIGNMENT, "who asks for less may still get it"
-    assert slab.allocate(6 * ALIGNMENT) == 0
-    assert slab.allocate(3 * ALIGNMENT) is None
-    assert slab.capacity == slab.reserved == 8 * ALIGNMENT
-    assert slab.room == 2 * ALIGNMENT
-    assert slab.allocate(2 * ALIGNMENT) == 6 * ALIGNMENT
+        slab.reserve(16 * PAGE)
+    assert slab.capacity == PAGES * PAGE, "who asks for less may still get it"
+    assert slab.allocate(6 * PAGE) == 0
+    assert slab.allocate(3 * PAGE) is None
+    assert slab.capacity == slab.reserved == 8 * PAGE
+    assert slab.room == 2 * PAGE
+    assert slab.allocate(2 * PAGE) == 6 * PAGE
     slab.close()
 
 
@@ -198,6 +195,21 @@ def test_a_slab_grows_by_whole_huge_pages_as_far_as_there_are_any(monkeypatch: p
         monkeypatch.undo()
         assert slab.allocate(2 * MIB) == 7 * MIB
         assert slab.reserved == 9 * MIB
+
+
+def test_a_slab_grows_and_is_handed_out_by_the_pages_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they have 64 KiB, the system refuses to map, register or populate memory that begins within one."""
+    page, asked = 64 << 10, []
+    monkeypatch.setattr(slabs, "PAGE", page)
+    monkeypatch.setattr(mapping, "reserve", lambda _, mapped, offset, nbytes: asked.append((offset, nbytes)))
+    with slab_of(8 * MIB) as slab:
+        extents = [(slab.allocate(nbytes), nbytes) for nbytes in (1, 4096, 5000, page, page + 1, MIB + 1, 3 * MIB)]
+        slab.release(*extents.pop(1))
+        slab.reserve(slab.reserved + 1)
+        assert [offset for offset, _ in extents] == [0, *(n * page for n in (2, 3, 4, 6, 23))]
+        assert not slab.claim(page + 4096, 4096)
+        assert slab.claim(page, 4096)
+    assert [number % page for growth in asked for number in growth] == [0] * 2 * len(asked)
 
 
 def test_a_slab_is_not_closed_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +242,7 @@ def test_a_slab_is_not_closed_while_it_grows(monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_is_reserved_by_writing_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fallocate")
     with slab_of(3 << 20) as slab:
-        slab.reserve((2 << 20) + ALIGNMENT)
+        slab.reserve((2 << 20) + PAGE)
         assert os.fstat(slab.fileno()).st_blocks * 512 == 3 << 20
 
 
@@ -242,10 +254,10 @@ def test_threads_share_a_slab_without_sharing_extents(slab: Slab) -> None:
         for _ in range(300):
             if mine[number] and rng.random() < 0.5:
                 offset = mine[number].pop(rng.randrange(len(mine[number])))
-                assert (slab.array[offset : offset + ALIGNMENT] == number).all()
-                slab.release(offset, ALIGNMENT)
-            elif (taken := slab.allocate(ALIGNMENT)) is not None:
-                slab.array[taken : taken + ALIGNMENT] = number
+                assert (slab.array[offset : offset + PAGE] == number).all()
+                slab.release(offset, PAGE)
+            elif (taken := slab.allocate(PAGE)) is not None:
+                slab.array[taken : taken + PAGE] = number
                 mine[number].append(taken)
 
     failures: list[BaseException] = []
@@ -264,7 +276,7 @@ def test_threads_share_a_slab_without_sharing_extents(slab: Slab) -> None:
     assert not failures
     out = [offset for offsets in mine for offset in offsets]
     assert len(set(out)) == len(out)
-    assert slab.used == len(out) * ALIGNMENT
+    assert slab.used == len(out) * PAGE
 
 
 class Paused:
@@ -405,8 +417,8 @@ def test_memory_is_mapped_as_far_as_it_is_there_and_no_more_of_a_closed_slab() -
 
 
 def test_views_outlive_the_slab() -> None:
-    with slab_of(ALIGNMENT) as slab:
-        offset = slab.allocate(ALIGNMENT)
+    with slab_of(PAGE) as slab:
+        offset = slab.allocate(PAGE)
         assert offset == 0
         view = slab.array[:10]
         view[:] = 5
@@ -414,7 +426,7 @@ def test_views_outlive_the_slab() -> None:
     slab.close()
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(-ALIGNMENT, 1), (0, 1 << 40), (1 << 40, 1), (0, -1)])
+@pytest.mark.parametrize(("offset", "nbytes"), [(-PAGE, 1), (0, 1 << 40), (1 << 40, 1), (0, -1)])
 def test_an_extent_outside_of_the_slab_is_corrupt(slab: Slab, offset: int, nbytes: int) -> None:
     with pytest.raises(Corrupt, match="outside the slab"):
         slab.bytes_at(offset, nbytes)
@@ -422,7 +434,7 @@ def test_an_extent_outside_of_the_slab_is_corrupt(slab: Slab, offset: int, nbyte
 
 def test_a_closed_slab_tells_that_it_is_mapped_no_more() -> None:
     """Whoever prepares memory or registers it with devices may ask while the tier's failure closes the slab."""
-    slab = Slab(memfd(ALIGNMENT), ALIGNMENT)
+    slab = Slab(memfd(PAGE), PAGE)
     assert slab.mapped is slab.array
     slab.close()
     assert slab.mapped is None
@@ -437,8 +449,8 @@ def test_a_closed_slab_keeps_its_memory_and_no_descriptor_beyond_its_last_view()
         return Path("/proc/self/maps").read_text().count("slab-of-views"), opened
 
     fd = os.memfd_create("slab-of-views", os.MFD_CLOEXEC)
-    os.ftruncate(fd, ALIGNMENT)
-    slab = Slab(fd, ALIGNMENT)
+    os.ftruncate(fd, PAGE)
+    slab = Slab(fd, PAGE)
     view = slab.array[:10]
     assert mapped_and_open() == (1, 1)
     slab.close()

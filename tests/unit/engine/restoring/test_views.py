@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,8 @@ from support.insight import arrays_in, bytes_of_listed_steps, flip_chunk, mapped
 from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, folder, new_shared_folder, ram
 
 from tieredckpt import AS_SAVED, CheckpointStore, Restored
+from tieredckpt.blobs.mapping import Addresses
+from tieredckpt.blobs.ram import slab
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.slab_index import slab_size
@@ -33,6 +37,7 @@ from tieredckpt.events import ChunkRepaired, StepRestored
 from tieredckpt.format.manifest import StepId, StepIndex
 
 CHUNKS = 8
+KIB = 1 << 10
 STATE = CHUNKS * slab_size(CHUNK)
 
 
@@ -160,6 +165,37 @@ async def test_rows_that_do_not_fill_pages_are_seen_where_whole_chunks_of_them_d
         await store.save(1, tree)
         restored = await view(store)
         assert lies_in_ram(restored.tree["narrow"])
+        assert_same(restored.tree, tree)
+        await restored.verified()
+
+
+async def test_where_the_system_maps_pages_of_64_kib_chunks_that_begin_with_one_are_seen(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ARM systems with such pages do; others are copied, and no array shows what lies beside it."""
+    page, place = 64 * KIB, Addresses.place
+
+    def map_whole_pages(
+        at: Addresses, position: int, fd: int, offset: int, nbytes: int, *, writable: bool = False
+    ) -> None:
+        if offset % page or (position % page and (at.start + position) % page):  # addresses here begin anywhere
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        place(at, position, fd, offset, -(-nbytes // page) * page, writable=writable)
+
+    monkeypatch.setattr(slab, "PAGE", page)
+    monkeypatch.setattr(Addresses, "place", map_whole_pages)
+    rng = np.random.default_rng(3)
+    tree = {
+        "small": rng.integers(0, 255, 5001, dtype=np.uint8),
+        "large": rng.standard_normal((64, 4096)),
+        "one": rng.standard_normal(9000),
+        "odd": rng.standard_normal((30, 4608)),
+    }
+    settings = config({"ram": ram(shared_memory, capacity=8 << 20)}, name="paged", chunk_size=128 * KIB)
+    async with CheckpointStore.open(settings) as store:
+        await store.save(1, tree)
+        restored = await view(store)
+        assert [key for key, array in restored.tree.items() if lies_in_ram(array)] == ["small", "large", "one"]
         assert_same(restored.tree, tree)
         await restored.verified()
 
