@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pytest
 
 from tieredckpt.blobs import mapping
-from tieredckpt.blobs.base import ALIGNMENT
 from tieredckpt.blobs.mapping import HUGE_PAGE, Addresses, give_back, map_shared, reserve
+from tieredckpt.blobs.ram.slab import PAGE
 
 MIB = 1 << 20
 _MADV_COLLAPSE = 25
@@ -65,8 +65,8 @@ def test_what_is_reserved_comes_in_huge_pages(file: int) -> None:
     assert not memory[: 13 * MIB].any()
 
 
-@pytest.mark.parametrize("nbytes", [ALIGNMENT, 2 * MIB, 2 * MIB + ALIGNMENT, 4 * MIB])
-@pytest.mark.parametrize("start", [0, ALIGNMENT, 2 * MIB - ALIGNMENT, 2 * MIB, 12 * MIB])
+@pytest.mark.parametrize("nbytes", [PAGE, 2 * MIB, 2 * MIB + PAGE, 4 * MIB])
+@pytest.mark.parametrize("start", [0, PAGE, 2 * MIB - PAGE, 2 * MIB, 12 * MIB])
 @pytest.mark.parametrize("huge", [True, False])
 def test_all_that_is_reserved_has_its_memory_and_nothing_else(
     file: int, monkeypatch: pytest.MonkeyPatch, start: int, nbytes: int, huge: bool
@@ -98,13 +98,13 @@ def test_what_cannot_be_reserved_whole_leaves_nothing(
 
 
 def test_a_mapping_shows_the_file_at_a_boundary_of_huge_pages(file: int) -> None:
-    os.pwrite(file, b"seen", ALIGNMENT)
+    os.pwrite(file, b"seen", PAGE)
     mine, theirs = map_shared(file, 16 * MIB, writable=True), map_shared(file, 16 * MIB, writable=False)
     assert mine.ctypes.data % HUGE_PAGE == theirs.ctypes.data % HUGE_PAGE == 0
     assert len(mine) == 16 * MIB
     mine[0] = 9
     assert theirs[0] == 9
-    assert bytes(theirs[ALIGNMENT : ALIGNMENT + 4]) == b"seen"
+    assert bytes(theirs[PAGE : PAGE + 4]) == b"seen"
     with pytest.raises(ValueError, match="read-only"):
         theirs[0] = 1
     with pytest.raises(ValueError, match="WRITEABLE"):
@@ -182,7 +182,7 @@ def test_the_small_pages_that_huge_ones_are_made_of_are_spread_over_the_nodes(
     monkeypatch.setattr(mapping, "_advise", Kernel())
     monkeypatch.setattr(os, "posix_fallocate", lambda _, offset, nbytes: asked.append(offset))
     reserve(file, map_shared(file, 16 * MIB, writable=True), 0, 16 * MIB)
-    assert {offset // ALIGNMENT % 8 for offset in asked[:8]} == set(range(8))  # for any number of nodes up to that
+    assert {offset // PAGE % 8 for offset in asked[:8]} == set(range(8))  # for any number of nodes up to that
 
 
 def test_what_is_reserved_is_mapped_so_that_a_copy_meets_no_page_fault(
@@ -192,7 +192,7 @@ def test_what_is_reserved_is_mapped_so_that_a_copy_meets_no_page_fault(
     memory = map_shared(file, 16 * MIB, writable=True)
     reserve(file, memory, 0, 16 * MIB)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    memory[:: mmap.PAGESIZE] = 1
+    memory[::PAGE] = 1
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 100, "of 4,096 pages"
 
 
@@ -206,9 +206,9 @@ def test_what_is_given_back_has_no_memory(file: int) -> None:
 
 def test_addresses_are_given_back_with_the_last_array(file: int) -> None:
     given_back: list[int] = []
-    addresses = Addresses(2 * ALIGNMENT, lambda: given_back.append(1))
-    addresses.place(ALIGNMENT, file, 0, ALIGNMENT)
-    part = addresses.array()[ALIGNMENT : ALIGNMENT + 1]
+    addresses = Addresses(2 * PAGE, lambda: given_back.append(1))
+    addresses.place(PAGE, file, 0, PAGE)
+    part = addresses.array()[PAGE : PAGE + 1]
     del addresses
     gc.collect()
     assert part[0] == 0
@@ -222,6 +222,6 @@ def test_what_cannot_be_mapped_is_an_error_and_gives_back_what_it_had() -> None:
     with pytest.raises(OSError, match="Cannot allocate memory"):
         Addresses(1 << 62, lambda: given_back.append(1))
     assert given_back == [1]
-    addresses = Addresses(ALIGNMENT)
+    addresses = Addresses(PAGE)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        addresses.place(0, -1, 0, ALIGNMENT)
+        addresses.place(0, -1, 0, PAGE)
