@@ -12,6 +12,7 @@ from tieredckpt.blobs import mapping
 from tieredckpt.blobs.ram.slab import PAGE
 from tieredckpt.engine.scratch import Scratch
 from tieredckpt.errors import Corrupt, NoSpace
+from tieredckpt.units import format_size
 
 
 @pytest.fixture(params=[True, False], ids=["shared", "private"])
@@ -120,7 +121,7 @@ async def test_a_system_without_memory_is_an_error_and_no_wait_without_end(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(mapping, "reserve", refuse)
-    with pytest.raises(NoSpace, match="no memory for a buffer of 4 KiB"):
+    with pytest.raises(NoSpace, match=f"no memory for a buffer of {format_size(PAGE)}"):
         await scratch.borrow(PAGE)
 
 
