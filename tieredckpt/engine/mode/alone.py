@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import save_is_due
@@ -25,7 +24,6 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.tree.flatten import Flat
-from tieredckpt.tree.shards import check_whole
 
 __all__ = ["Alone", "Changed", "Reader"]
 
@@ -83,9 +81,7 @@ class Alone:
     # -- saves and promotions -----------------------------------------------------------------------------
 
     async def save(self, call: SaveCall, flat: Flat, save: Callable[[Flat], Awaitable[Saved]]) -> Saved:
-        """Save this process's part of a tree, by ``save``. Raises `Invalid` if pieces of an array are missing."""
-        if flat.in_pieces:
-            await in_thread(check_whole, flat.structure, flat.arrays, pool=self.state.pool)
+        """Save this process's part of a tree, by ``save``."""
         return await save(flat)
 
     def not_begun(self, step: int, error: BaseException) -> None:

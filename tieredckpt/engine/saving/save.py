@@ -48,6 +48,7 @@ from tieredckpt.events import OriginIgnored, SaveSkipped, StepSaved
 from tieredckpt.format.joining import join
 from tieredckpt.format.manifest import BEGAN_AFTER, RUN, ArrayIndex, StepId, StepIndex, StepRecord
 from tieredckpt.tree.flatten import Flat
+from tieredckpt.tree.shards import check_whole
 
 __all__ = ["Saved", "Writer", "versions"]
 
@@ -127,12 +128,15 @@ class Writer:
 
         Raises:
             Conflict: the branch has that step already.
+            Invalid: pieces of an array are missing.
             NoSpace, TierUnavailable: no tier can take the tree.
             DeviceUnavailable: a device did not give its memory.
         """
         begin = time.monotonic() if began is None else began
         async with self._alone():
             state = self._state
+            if flat.in_pieces and state.membership.size == 1:  # in its turn, or a later save would be made before it
+                await self._in_pool(check_whole, flat.structure, flat.arrays)
             continued = self._decide(call)
             identity = StepId(state.branch.last_serial + 1, call.step)
             state.branch.begin(identity, continued)

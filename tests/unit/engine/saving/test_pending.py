@@ -14,7 +14,7 @@ from support.insight import flip_chunk, tier_of
 from support.lazy_saves import SIZE, full, values_of
 from support.scenes import CHUNK, SOON, config, folder, ram
 
-from tieredckpt import CheckpointStore, Closed, Invalid
+from tieredckpt import CheckpointStore, Closed, Invalid, Shard, Sharded
 from tieredckpt.checkpoint import Checkpoint
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.loop import EngineThread
@@ -47,6 +47,14 @@ async def test_saves_called_at_the_same_time_are_made_in_the_order_of_the_calls(
         await asyncio.gather(store.save(1, much, capture=first), store.save(2, {"w": full(2)}, capture=second))
         await store.flush()
         assert [info.step for info in sorted(await store.steps(), key=lambda info: info.serial)] == [1, 2]
+
+
+async def test_a_save_of_pieces_is_made_before_one_that_was_called_after_it(tiers: StoreConfig) -> None:
+    """Decision 26: the newest was the one whose pieces took longest to be found to be whole."""
+    pieces = {str(key): Sharded([Shard(np.zeros(4), (8,), (4 * half,)) for half in range(2)]) for key in range(2000)}
+    async with CheckpointStore.open(tiers) as store, asyncio.timeout(SOON):
+        await asyncio.gather(store.save(1, pieces), store.save(2, {"w": full(2)}))
+        assert await store.latest_step() == 2
 
 
 async def test_a_save_waits_for_no_earlier_call_that_was_refused_though_the_ranks_cannot_be_told(
