@@ -9,7 +9,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.commit_scene import Scene
 from support.insight import flip_chunk
-from support.scenes import Heard, assert_restored, config, folder, tree
+from support.scenes import SOON, Heard, assert_restored, config, folder, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file, step_index
@@ -43,7 +43,9 @@ async def test_a_lost_chunk_that_comes_back_while_a_step_is_repaired_is_not_lost
         assert_restored(await store.restore(1, resume=False), tree(1))
 
 
-async def test_bytes_in_an_index_that_two_find_damaged_are_repaired_once(scene: Scene) -> None:
+async def test_bytes_in_an_index_that_two_find_damaged_are_repaired_once(
+    scene: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
+) -> None:
     tier, heard = scene.tier, Heard(scene.store)
 
     async def commit_wrong_bytes() -> None:
@@ -53,7 +55,14 @@ async def test_bytes_in_an_index_that_two_find_damaged_are_repaired_once(scene: 
         await commit_file.commit(tier, index.record, {**index.arrays, "half": wrong})
 
     await scene.store._life.loop.call(commit_wrong_bytes())
-    found = await asyncio.gather(*(scene.store.verify(1, "disk", repair=True) for _ in range(2)))
+    held = faults["disk"].hold("put", key="steps/*1-*/btree*")
+    both = asyncio.gather(*(scene.store.verify(1, "disk", repair=True) for _ in range(2)))
+    await held.reached()
+    async with asyncio.timeout(SOON):
+        while caplog.text.count("bytes of 'half' in the index are damaged") < 2:
+            await asyncio.sleep(0.001)
+    held.release()
+    found = await both
     assert [(each.damaged, each.repaired) for (each,) in found] == [(("half",), True)] * 2
     assert len(heard.of(ChunkRepaired)) == 1
     assert await scene.is_held()
