@@ -95,6 +95,7 @@ async def look_up(state: State, step: int | None) -> tuple[StepId, StepRecord] |
             )
         damaged = {step: tier.name for tier in state.tiers for step in tier.steps.damaged.not_stale()}
         if damaged:
+            state.refuse_half_deleted(damaged)
             raise Corrupt(
                 f"no step can be read: the commit of {max(damaged)} on tier {damaged[max(damaged)]!r}"
                 + (f" and of {len(damaged) - 1} other steps are" if len(damaged) > 1 else " is")

@@ -22,8 +22,9 @@ from tieredckpt.engine.state.membership import Membership, Role
 from tieredckpt.engine.state.observation import Observation
 from tieredckpt.engine.state.ram_gate import RamGate
 from tieredckpt.engine.state.step_table import StepTable
+from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound
+from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import Events, TierFailed
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord
 from tieredckpt.format.marker import StoreMarker
@@ -174,6 +175,13 @@ class State:
         """The newest step of the branch, which a restore takes."""
         return next((step for step in reversed(self.records()) if self.on_line(step.serial)), None)
 
+    def refuse_half_deleted(self, steps: Iterable[StepId]) -> None:
+        """Raise `TierUnavailable` for a step among these whose deletion failed on a tier: there it may be intact."""
+        for step in steps:
+            for tier in self.tiers:
+                if isinstance(error := tier.steps.damaged.get(step), IndeterminateDelete):
+                    raise TierUnavailable(f"{step} cannot be read: {error}") from error
+
     def find(self, step: int | None, serial: int | None = None, *, damaged: bool = False) -> StepId:
         """The step of that number (the newest without one); on the branch if there, else the newest such.
 
@@ -185,6 +193,7 @@ class State:
         Raises:
             NotFound: no tier holds it; the message lists what there is.
             Corrupt: its commit is damaged on all tiers that have it.
+            TierUnavailable: no other tier has it than one where its deletion failed.
         """
         whole = set(self.records())
         unreadable = {found for tier in self.tiers for found in tier.steps.damaged.not_stale()} - whole
@@ -194,9 +203,10 @@ class State:
 
         if found := matching(whole | unreadable if damaged else whole):
             return max(found, key=lambda each: (self.on_line(each.serial), each))
-        if found := matching(unreadable):
-            names = ", ".join(repr(tier.name) for tier in self.tiers if max(found) in tier.steps.damaged)
-            raise Corrupt(f"{max(found)} cannot be read: its commit is damaged on tier {names}, and no other has one")
+        if (newest := max(matching(unreadable), default=None)) is not None:
+            self.refuse_half_deleted((newest,))
+            names = ", ".join(repr(tier.name) for tier in self.tiers if newest in tier.steps.damaged)
+            raise Corrupt(f"{newest} cannot be read: its commit is damaged on tier {names}, and no other has one")
         wanted = "a step" if step is None else f"step {step}"
         wanted += "" if serial is None else f" of serial {serial}"
         held = ", ".join(str(each.step) for each in sorted(whole)) or "none"

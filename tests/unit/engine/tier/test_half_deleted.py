@@ -12,7 +12,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import SOON, Heard, config, folder, ram, tree
+from support.scenes import SOON, Heard, assert_restored, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.opening.upkeep import catalogue
@@ -75,6 +75,27 @@ async def test_what_could_not_be_deleted_by_hand_is_held_as_before(
         assert all(found.intact for found in await store.verify(1))
         await store.evict(1, "disk")
         assert await store.where(1) == ("ram",)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["beside another step", "alone"])
+async def test_what_may_be_deleted_is_not_called_damaged_to_who_restores_it(
+    tmp_path: Path, faults: FaultyTiers, alone: bool
+) -> None:
+    """Who handles `Corrupt` gives the step up, though it may be intact."""
+    async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk", retain="all")})) as store:
+        for step in (1,) if alone else (1, 2):
+            await store.save(step, tree(step))
+        looking = faults["disk"].hold("stat", key=MANIFEST)
+        faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST)
+        with pytest.raises(TierUnavailable):
+            await store.delete(1, force=True)
+        await looking.reached()
+        for number in (1, None) if alone else (1,):
+            with pytest.raises(TierUnavailable, match=r"step 1 .* was being deleted when that failed"):
+                await store.restore(number, resume=False)
+        looking.release()
+        await store.flush()
+        assert_restored(await store.restore(1, resume=False), tree(1))
 
 
 async def test_what_was_deleted_by_hand_is_gone_though_the_answer_was_lost(
