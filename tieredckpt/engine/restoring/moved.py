@@ -48,6 +48,8 @@ async def unless_moved(state: State, step: StepId) -> AsyncIterator[None]:
         in_ram = any(tier.in_memory and step in tier.steps.held for tier in state.tiers)
         if isinstance(error, TierUnavailable) and places(state, step) == before and not in_ram:
             raise
-        if not await has_moved(state, step, before):
+        # Perhaps another call has found that it left, before this one began to read; that may be looking still.
+        gone = isinstance(error, NotFound) and not any(step in tier.steps.held for tier in state.tiers)
+        if not await has_moved(state, step, before) and not gone:
             raise
         raise Moved(f"{step} was evicted while it was read, or committed anew; try again") from error

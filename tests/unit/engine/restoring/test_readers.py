@@ -22,6 +22,7 @@ from support.scenes import SOON, assert_same, config, crash, folder, ram, ram_in
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobInfo
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.restoring import restore
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
@@ -95,6 +96,31 @@ async def test_a_reader_tells_what_came_and_what_left_since_it_was_opened(place:
                 await reader.restore(1)
             with pytest.raises(NotFound):
                 await reader.spec(1, "half")
+
+
+async def test_a_restore_takes_a_newer_step_where_another_call_of_the_reader_finds_that_its_own_has_left(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that no tier holds the step that it had chosen."""
+    one = {"retain": {"kind": "last_n", "n": 1}}
+    fit, is_held, go_on = restore._fit, threading.Event(), threading.Event()
+
+    def held(*arguments: Any) -> Any:
+        is_held.set()
+        assert go_on.wait(SOON)
+        return fit(*arguments)
+
+    settings = config({"disk": folder(place.disk, **one)})
+    async with place.trainer(disk=one) as trainer, CheckpointStore.open(settings, read_only=True) as reader:
+        await save(trainer, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(restore, "_fit", held)
+            restoring = asyncio.create_task(newest(reader))
+            assert await asyncio.to_thread(is_held.wait, SOON)
+        await save(trainer, 2)
+        assert [info.step for info in await reader.steps()] == [2]
+        go_on.set()
+        assert await restoring == 2
 
 
 @pytest.mark.parametrize("with_ram", [True, False], ids=["ram-and-disk", "disk-alone"])
