@@ -57,6 +57,7 @@ class Packs:
     def clear(self) -> None:
         """Forget all packs."""
         self.compressed = False
+        self.losses += 1
         chunks = (self.index, self.duplicates, self.verified, self.doubted)
         for known in (self.sizes, *chunks, self.unlisted, self.orphans):
             known.clear()

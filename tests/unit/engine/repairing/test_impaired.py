@@ -338,6 +338,20 @@ async def test_ranks_write_what_was_forgotten_while_they_waited(shared_memory: P
         assert (await stores[0].verify(3, "disk"))[0].intact
 
 
+async def test_ranks_write_what_a_scan_has_not_found_again_while_they_waited(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    async with lost_for_ranks(shared_memory, tmp_path, found=False) as stores:
+        packs = tier_of(stores[0], "disk").packs
+        await stores[0]._life.loop.call(packs.guard.acquire())
+        saving = asyncio.create_task(save_by_all(stores, 3, seed=2))
+        await polled(lambda: bool(packs.guard._waiters))
+        stores[0]._life.loop.soon(packs.clear)
+        stores[0]._life.loop.soon(packs.guard.release)
+        await saving
+        assert (await stores[0].verify(3, "disk"))[0].intact
+
+
 async def test_ranks_that_streamed_before_a_chunk_was_found_damaged_commit_no_good_copy(tmp_path: Path) -> None:
     """Their parts refer to it; later saves did, too."""
     async with lost_for_ranks(None, tmp_path, found=False) as stores:
