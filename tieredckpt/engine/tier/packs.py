@@ -112,7 +112,7 @@ class Packs:
             self.orphans.pop(key, None)
 
     def doubt(self, digests: Iterable[bytes]) -> None:
-        """Have chunks read before anything refers to their bytes here: these may be damaged."""
+        """Note that chunks may be damaged here: a commit that is to refer to one reads it first."""
         self.doubted.update(digest for digest in digests if digest in self.index)
         self.losses += 1
 

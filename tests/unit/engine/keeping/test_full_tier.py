@@ -240,7 +240,7 @@ def lease_puts(faults: FaultyTiers) -> int:
 
 
 async def fill_up_under_lease(store: CheckpointStore, folder: Path) -> None:
-    """Let the tier "disk" fail in a folder that has no room to renew its lease."""
+    """Fill the device, so that the tier "disk" cannot renew its lease, and report the failure to the engine."""
     fill_up(folder)
 
     async def renew() -> None:

@@ -292,6 +292,18 @@ async def lost_for_ranks(
     await asyncio.gather(*(store.close() for store in stores))
 
 
+@asynccontextmanager
+async def step_3_waiting(stores: Sequence[CheckpointStore]) -> AsyncIterator[Tier]:
+    """The tier "disk", where the commit of a step like the second one waits until the end of the context."""
+    disk, loop = tier_of(stores[0], "disk"), stores[0]._life.loop
+    await loop.call(disk.packs.guard.acquire())
+    saving = asyncio.create_task(save_by_all(stores, 3, seed=2))
+    await polled(lambda: bool(disk.packs.guard._waiters))
+    yield disk
+    loop.soon(disk.packs.guard.release)
+    await saving
+
+
 async def test_ranks_write_anew_what_a_copy_lacks(shared_memory: Path, tmp_path: Path) -> None:
     async with lost_for_ranks(shared_memory, tmp_path) as (first, _):
         await flip_chunk(first, "far", 2, "w1")  # as it was
@@ -313,13 +325,8 @@ async def test_ranks_refer_to_no_bytes_that_were_found_damaged_while_they_waited
     shared_memory: Path, tmp_path: Path
 ) -> None:
     async with lost_for_ranks(shared_memory, tmp_path, found=False) as stores:
-        guard = tier_of(stores[0], "disk").packs.guard
-        await stores[0]._life.loop.call(guard.acquire())
-        saving = asyncio.create_task(save_by_all(stores, 3, seed=2))
-        await polled(lambda: bool(guard._waiters))
-        assert (await stores[0].verify(2, "far", repair=True))[0].lost
-        stores[0]._life.loop.soon(guard.release)
-        await saving
+        async with step_3_waiting(stores):
+            assert (await stores[0].verify(2, "far", repair=True))[0].lost
         assert (await stores[0].verify(3, "disk"))[0].intact
 
 
@@ -342,26 +349,16 @@ async def test_ranks_write_what_a_scan_has_not_found_again_while_they_waited(
     shared_memory: Path, tmp_path: Path
 ) -> None:
     async with lost_for_ranks(shared_memory, tmp_path, found=False) as stores:
-        packs = tier_of(stores[0], "disk").packs
-        await stores[0]._life.loop.call(packs.guard.acquire())
-        saving = asyncio.create_task(save_by_all(stores, 3, seed=2))
-        await polled(lambda: bool(packs.guard._waiters))
-        stores[0]._life.loop.soon(packs.clear)
-        stores[0]._life.loop.soon(packs.guard.release)
-        await saving
+        async with step_3_waiting(stores) as disk:
+            stores[0]._life.loop.soon(disk.packs.clear)
         assert (await stores[0].verify(3, "disk"))[0].intact
 
 
 async def test_ranks_that_streamed_before_a_chunk_was_found_damaged_commit_no_good_copy(tmp_path: Path) -> None:
     """Their parts refer to it; later saves did, too."""
     async with lost_for_ranks(None, tmp_path, found=False) as stores:
-        disk = tier_of(stores[0], "disk")
-        await stores[0]._life.loop.call(disk.packs.guard.acquire())
-        saving = asyncio.create_task(save_by_all(stores, 3, seed=2))
-        await polled(lambda: bool(disk.packs.guard._waiters))
-        assert (await stores[0].verify(2, "far", repair=True))[0].lost
-        stores[0]._life.loop.soon(disk.packs.guard.release)
-        await saving
+        async with step_3_waiting(stores) as disk:
+            assert (await stores[0].verify(2, "far", repair=True))[0].lost
         assert not disk.steps.has_good(StepId(3, 3))
         await save_by_all(stores, 4, seed=2)
         assert (await stores[0].verify(4, "disk"))[0].intact
