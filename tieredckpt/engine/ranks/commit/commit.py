@@ -248,13 +248,14 @@ class Commits:
     def _index(self, step: StepId, tier: Tier, index: StepIndex, new: AbstractSet[str]) -> None:
         """Index the chunks of a step in ``new`` packs; those that are nowhere are lost: they were forgotten since."""
         lost = set()
-        for array in index.arrays.values():
-            for chunk in array.chunks:
-                if isinstance(chunk.where, Extent) and not tier.packs.has(chunk.digest, array.grid.cell_nbytes):
-                    if chunk.where.path in new:
-                        tier.packs.index[chunk.digest] = chunk.where
-                    elif chunk.digest not in tier.packs.index:
-                        lost.add(chunk.digest)
+        chunks = ((chunk, array.grid.cell_nbytes) for array in index.arrays.values() for chunk in array.chunks)
+        for chunk, nbytes in chunks:
+            if not isinstance(chunk.where, Extent) or tier.packs.has(chunk.digest, nbytes):
+                continue
+            if chunk.where.path in new:
+                tier.packs.index[chunk.digest] = chunk.where
+            elif chunk.digest not in tier.packs.index:
+                lost.add(chunk.digest)
         if lost:
             tier.steps.impair(step, lost)
 
