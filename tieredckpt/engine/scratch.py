@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.ram.lending import borrow
-from tieredckpt.blobs.ram.slab import Slab, aligned
+from tieredckpt.blobs.ram.slab import Slab, page_aligned
 from tieredckpt.engine.notify import Notification
 from tieredckpt.errors import Corrupt
 from tieredckpt.units import format_size
@@ -33,7 +33,7 @@ class Scratch:
 
     def __init__(self, capacity: int, *, shared: bool = True) -> None:
         """Reserve ``capacity`` bytes; other processes can map them if ``shared``."""
-        self.capacity = aligned(capacity)
+        self.capacity = page_aligned(capacity)
         self.slab = Slab(_shared_file(self.capacity) if shared else None, self.capacity)
         self.returned = Notification()
         """Notified whenever memory was given back."""
@@ -54,10 +54,10 @@ class Scratch:
 
     async def take(self, nbytes: int) -> tuple[npt.NDArray[np.uint8], Callable[[], None]]:
         """Lend memory to work that ends elsewhere: returns the memory, and a function that gives it back."""
-        if aligned(nbytes) > self.capacity:
+        if page_aligned(nbytes) > self.capacity:
             if nbytes > _LARGEST:
                 raise Corrupt(f"a chunk of {format_size(nbytes)} cannot be right: {format_size(_LARGEST)} is the most")
-            return np.frombuffer(mmap.mmap(-1, aligned(nbytes)), dtype=np.uint8), lambda: None
+            return np.frombuffer(mmap.mmap(-1, page_aligned(nbytes)), dtype=np.uint8), lambda: None
         offset = await self.borrow(nbytes)
         return self.memory(offset, nbytes), partial(self.give_back, offset, nbytes)
 
@@ -66,11 +66,11 @@ class Scratch:
 
         Raises `NoSpace` when the system refuses the memory and no piece is out that could come back.
         """
-        assert aligned(nbytes) <= self.capacity
+        assert page_aligned(nbytes) <= self.capacity
         return await borrow(self.slab, nbytes, self._turn, self.returned.wait)
 
     def memory(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        return self.slab.array[offset : offset + aligned(nbytes)]
+        return self.slab.array[offset : offset + page_aligned(nbytes)]
 
     def give_back(self, offset: int, nbytes: int) -> None:
         self.slab.release(offset, nbytes)

@@ -15,7 +15,7 @@ from tieredckpt.blobs.chfs import frames
 from tieredckpt.blobs.chfs.files import Files
 from tieredckpt.blobs.chfs.link import Link
 from tieredckpt.blobs.ram.lending import borrow
-from tieredckpt.blobs.ram.slab import Slab, aligned
+from tieredckpt.blobs.ram.slab import Slab, page_aligned
 from tieredckpt.concurrency import in_thread, together, whole
 from tieredckpt.errors import TieredCkptError
 
@@ -171,7 +171,7 @@ class Arena:
     """Lends pieces of one memfd; callers wait while too little is free. Belongs to one event loop."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = aligned(capacity)
+        self.capacity = page_aligned(capacity)
         fd = os.memfd_create("tieredckpt-chfs", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, self.capacity)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from tieredckpt.blobs.ram.slab import Slab, aligned
+from tieredckpt.blobs.ram.slab import Slab, page_aligned
 from tieredckpt.concurrency import in_thread
 from tieredckpt.errors import NoSpace
 from tieredckpt.units import format_size
@@ -27,7 +27,7 @@ async def borrow(slab: Slab, nbytes: int, turn: asyncio.Lock, returned: Callable
         NoSpace: the system refuses the memory, and no piece is out that could come back.
     """
     async with turn:
-        if slab.spare < aligned(nbytes) and slab.reserved < slab.capacity:
+        if slab.spare < page_aligned(nbytes) and slab.reserved < slab.capacity:
             with suppress(NoSpace):  # then a piece that is out has to come back
                 await in_thread(slab.reserve, slab.reserved + nbytes)  # new memory takes its time
         while (offset := slab.allocate(nbytes)) is None:

@@ -30,7 +30,7 @@ from tieredckpt.devices.numa import take_near_devices
 from tieredckpt.errors import Corrupt, NoSpace, TierUnavailable
 from tieredckpt.units import format_size
 
-__all__ = ["PAGE", "Slab", "aligned"]
+__all__ = ["PAGE", "Slab", "page_aligned"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -45,7 +45,7 @@ _SHARE_OF_A_PROCESSOR = 0.25
 """Most of a processor's time that background preparation of memory takes."""
 
 
-def aligned(nbytes: int) -> int:
+def page_aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to `PAGE`."""
     return -(-nbytes // PAGE) * PAGE
 
@@ -135,7 +135,7 @@ class Slab:
 
     def allocate(self, nbytes: int) -> int | None:
         """The offset of a free extent of ``nbytes`` rounded up to `PAGE`, or None when none is left."""
-        need = aligned(nbytes)
+        need = page_aligned(nbytes)
         with self._guards_extents:
             while True:
                 for i, (offset, length) in enumerate(self._free):
@@ -175,7 +175,7 @@ class Slab:
         """
         self.check_room(nbytes)
         with self._guards_extents:
-            while (lacking := min(self.capacity, aligned(nbytes)) - self._reserved) > 0 and while_():
+            while (lacking := min(self.capacity, page_aligned(nbytes)) - self._reserved) > 0 and while_():
                 if self._grows:
                     self._guards_extents.wait()
                 elif not self._grow(min(lacking, _RESERVED_AT_ONCE)):
@@ -186,7 +186,7 @@ class Slab:
 
         ``besides`` are bytes that others have yet to take.
         """
-        target = min(self.capacity, aligned(nbytes))
+        target = min(self.capacity, page_aligned(nbytes))
         if target > self._reserved and self._fd is not None:
             try:
                 check_room(self._fd, target - self._reserved + besides)
@@ -197,7 +197,7 @@ class Slab:
 
     def _no_space(self, nbytes: int) -> NoSpace:
         return NoSpace(
-            f"shared memory has no room for a slab of {format_size(min(self.capacity, aligned(nbytes)))}; "
+            f"shared memory has no room for a slab of {format_size(min(self.capacity, page_aligned(nbytes)))}; "
             f"it has {format_size(self._reserved)} already; choose a smaller capacity for the RAM tier"
         )
 
@@ -250,7 +250,7 @@ class Slab:
 
     def claim(self, offset: int, nbytes: int) -> bool:
         """Mark an extent as handed out, as found in a committed step; False if any of it is not free."""
-        need = aligned(nbytes)
+        need = page_aligned(nbytes)
         with self._guards_extents:
             i = bisect.bisect_right(self._free, (offset, self.capacity + 1)) - 1
             if i < 0 or offset % PAGE:
@@ -266,8 +266,8 @@ class Slab:
     def release(self, offset: int, nbytes: int) -> None:
         """Take an extent back; its bytes may be overwritten from now on."""
         with self._guards_extents:
-            self._give_back(offset, aligned(nbytes))
-            self._used -= aligned(nbytes)
+            self._give_back(offset, page_aligned(nbytes))
+            self._used -= page_aligned(nbytes)
 
     def _give_back(self, offset: int, length: int) -> None:
         i = bisect.bisect_left(self._free, (offset, 0))
@@ -292,8 +292,8 @@ class Slab:
     def expect(self, nbytes: int, at_least: int = 0) -> None:
         """Say how much `prepare` takes: ``nbytes`` in all, or ``at_least`` where there is less."""
         with self._guards_extents:
-            self._expected = max(self._expected, aligned(nbytes))
-            self._at_least = max(self._at_least, aligned(at_least))
+            self._expected = max(self._expected, page_aligned(nbytes))
+            self._at_least = max(self._at_least, page_aligned(at_least))
 
     def expect_no_more(self) -> None:
         """End `prepare`, because the slab is about to be closed."""

@@ -32,7 +32,7 @@ from tieredckpt.blobs.ram.folder import remove as remove_folder
 from tieredckpt.blobs.ram.owner import OWNER_FILES
 from tieredckpt.blobs.ram.quota import MEMORY_PER_SLAB, Quota, counted, expected_elsewhere
 from tieredckpt.blobs.ram.reader_locks import RETIRED, Replaced, Retired, StillRead
-from tieredckpt.blobs.ram.slab import Slab, aligned
+from tieredckpt.blobs.ram.slab import Slab, page_aligned
 from tieredckpt.blobs.ram.slab_meta import GROWING, NOTE_FILES, Note, growing, read_note, undo_growth, write_note
 from tieredckpt.concurrency import whole
 from tieredckpt.errors import Corrupt, Invalid, NoSpace, NotFound, TierUnavailable
@@ -84,7 +84,7 @@ class RamStore:
             )
         quota = None
         if capacity is None:
-            share = aligned(limit // MEMORY_PER_SLAB // sharers)
+            share = page_aligned(limit // MEMORY_PER_SLAB // sharers)
             quota = Quota(folder, share)
             capacity = max(ALIGNMENT, min(share, addresses_left() // MEMORY_PER_SLAB))
         try:
@@ -93,7 +93,7 @@ class RamStore:
                 undo.callback(let_go, lock)
                 Folders(folder, 0o700, follow_symlinks=True, fsync=False).sweep(0)  # no writer but us is left
                 with counted(folder):
-                    slab, key, notice = _open_slab(folder, aligned(capacity), quota)
+                    slab, key, notice = _open_slab(folder, page_aligned(capacity), quota)
                 undo.callback(slab.close)
                 store = cls(folder, _files(folder), slab, key, lock, notice)
                 undo.pop_all()

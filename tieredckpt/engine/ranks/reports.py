@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.blobs.ram.slab import page_aligned
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
@@ -140,7 +140,7 @@ class Reports:
                     if chunk.digest not in digests:
                         continue
                     digests.discard(chunk.digest)
-                    async with self._state.scratch.lend(aligned(nbytes)) as memory:
+                    async with self._state.scratch.lend(page_aligned(nbytes)) as memory:
                         try:
                             await read_chunk(tier, chunk.where, chunk.digest, memory[:nbytes], self._state.pool)
                         except (Corrupt, NotFound) as error:

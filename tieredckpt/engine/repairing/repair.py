@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.blobs.ram.slab import page_aligned
 from tieredckpt.concurrency import in_thread, whole
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.promoting.copy_step import copy_step
@@ -84,7 +84,7 @@ async def _repair_inline(
             if isinstance(chunk.where, Extent) or digest(chunk.where) == chunk.digest:  # as repaired since
                 continue
             nbytes = array.grid.cell_nbytes
-            async with state.scratch.lend(aligned(nbytes)) as memory:
+            async with state.scratch.lend(page_aligned(nbytes)) as memory:
                 if (good := await _read_good(source, chunks[chunk.digest], key, ordinal, memory, left)) is None:
                     continue
                 origin.append((key, good.name, nbytes))
@@ -112,7 +112,7 @@ async def _repair_slab(
                 continue
             found = chunks.pop(chunk.digest)
             nbytes = array.grid.cell_nbytes
-            async with state.scratch.lend(aligned(nbytes)) as memory:
+            async with state.scratch.lend(page_aligned(nbytes)) as memory:
                 if (good := await _read_good(source, found, key, ordinal, memory, left)) is None:
                     continue
                 lies_at = ram.memory(chunk.where)[:nbytes]
@@ -138,7 +138,7 @@ async def _repair_packs(
             if chunks[chunk.digest].where not in (None, chunk.where):
                 continue  # it was repaired since
             nbytes = array.grid.cell_nbytes
-            async with state.scratch.lend(aligned(nbytes)) as memory:
+            async with state.scratch.lend(page_aligned(nbytes)) as memory:
                 if (good := await _read_good(source, chunks[chunk.digest], key, ordinal, memory, left)) is None:
                     lost[chunk.digest] = chunk.where
                 else:

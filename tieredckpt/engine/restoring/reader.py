@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.base import GetDigested, Stretch
-from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.blobs.ram.slab import page_aligned
 from tieredckpt.blobs.wrap import Overdue
 from tieredckpt.concurrency import in_thread, side_by_side, together
 from tieredckpt.engine import limits
@@ -311,7 +311,7 @@ async def _digested(state: State, tier: Tier, run: Run, *, through_scratch: asyn
     store = tier.store
     assert isinstance(store, GetDigested)
     chunks = [list(same) for _, same in groupby(run.pieces, _chunk)]
-    passing = [aligned(same[0].nbytes) if len(same) > 1 or same[0].overlaps else 0 for same in chunks]
+    passing = [page_aligned(same[0].nbytes) if len(same) > 1 or same[0].overlaps else 0 for same in chunks]
     async with AsyncExitStack() as lent:
         scratch = NOTHING
         if any(passing):
@@ -363,7 +363,7 @@ async def _through_scratch(
 
 
 async def _from_elsewhere(state: State, source: StepSource, piece: Piece) -> Tier:
-    async with state.scratch.lend(aligned(piece.nbytes)) as memory:
+    async with state.scratch.lend(page_aligned(piece.nbytes)) as memory:
         tier = await source.read(piece.key, piece.ordinal, memory, bad=source.tier)
         await in_thread(piece.put, memory[: piece.nbytes], pool=state.pool)
         return tier

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.blobs.locks import let_go
-from tieredckpt.blobs.ram.slab import aligned
+from tieredckpt.blobs.ram.slab import page_aligned
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.blobs.ram.view import Placed, window
 from tieredckpt.concurrency import in_thread
@@ -79,7 +79,7 @@ def _in_one_piece(index: StepIndex, name: str, form: Form) -> bool:
         return False
     if array.grid.size <= 1:
         return True
-    in_pages = all(cell.start == aligned(cell.start) for cell in cells(array.grid))
+    in_pages = all(cell.start == page_aligned(cell.start) for cell in cells(array.grid))
     return in_pages and all(isinstance(chunk.where, Extent) for chunk in array.chunks)
 
 
@@ -91,7 +91,7 @@ def _view(ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex]) -> View
         starts[key] = size
         for cell, chunk in zip(cells(array.grid), array.chunks, strict=True):
             if isinstance(chunk.where, Extent):
-                length = aligned(cell.nbytes)  # without the padding, where the next chunk may begin
+                length = page_aligned(cell.nbytes)  # without the padding, where the next chunk may begin
                 if chunk.where.path != ram.slab_key or chunk.where.offset + length > ram.slab.capacity:
                     raise Corrupt(f"a chunk of {layout.array_key(key)!r} of {step} lies outside the slab")
                 placed.append(Placed(starts[key] + cell.start, chunk.where.offset, length))

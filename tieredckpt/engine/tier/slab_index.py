@@ -17,7 +17,7 @@ __all__ = ["SlabIndex", "slab_size"]
 
 def slab_size(nbytes: int) -> int:
     """Bytes of a slab that a chunk takes: with room for the checksum that promotion writes behind it."""
-    return -(-(nbytes + CRC32C.overhead) // PAGE) * PAGE  # `aligned`, without a call for every chunk
+    return -(-(nbytes + CRC32C.overhead) // PAGE) * PAGE  # `page_aligned`, without a call for every chunk
 
 
 class SlabIndex:

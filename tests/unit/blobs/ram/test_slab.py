@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tieredckpt.blobs import mapping
 from tieredckpt.blobs.mapping import HUGE_PAGE
 from tieredckpt.blobs.ram import slab as slabs
-from tieredckpt.blobs.ram.slab import PAGE, Slab, aligned
+from tieredckpt.blobs.ram.slab import PAGE, Slab, page_aligned
 from tieredckpt.errors import Corrupt, NoSpace
 from tieredckpt.units import format_size
 
@@ -73,7 +73,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(nbytes=SIZES)
     def allocate(self, nbytes: int) -> None:
-        fits = aligned(nbytes) // PAGE <= self.longest_run()
+        fits = page_aligned(nbytes) // PAGE <= self.longest_run()
         offset = self.slab.allocate(nbytes)
         assert (offset is not None) == fits
         if offset is not None:
@@ -99,7 +99,7 @@ class SlabMachine(RuleBasedStateMachine):
     def reserve(self, nbytes: int) -> None:
         before = self.slab.reserved
         self.slab.reserve(nbytes)
-        assert self.slab.reserved == max(before, min(aligned(nbytes), PAGES * PAGE))
+        assert self.slab.reserved == max(before, min(page_aligned(nbytes), PAGES * PAGE))
 
     @invariant()
     def what_is_used_is_what_was_handed_out(self) -> None:
@@ -113,7 +113,7 @@ class SlabMachine(RuleBasedStateMachine):
         assert os.fstat(self.slab.fileno()).st_blocks * 512 == self.slab.reserved
         for offset, nbytes in self.extents.items():
             assert offset % PAGE == 0
-            assert offset + aligned(nbytes) <= self.slab.reserved
+            assert offset + page_aligned(nbytes) <= self.slab.reserved
 
     @invariant()
     def memory_never_shrinks_and_grows_for_need_alone(self) -> None:
@@ -122,7 +122,7 @@ class SlabMachine(RuleBasedStateMachine):
 
 
 def pages(offset: int, nbytes: int) -> range:
-    return range(offset // PAGE, (offset + aligned(nbytes)) // PAGE)
+    return range(offset // PAGE, (offset + page_aligned(nbytes)) // PAGE)
 
 
 TestSlab = SlabMachine.TestCase

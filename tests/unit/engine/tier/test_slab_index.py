@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tieredckpt.blobs.ram.slab import Slab, aligned
+from tieredckpt.blobs.ram.slab import Slab, page_aligned
 from tieredckpt.engine.tier.slab_index import SlabIndex
 from tieredckpt.format.encoding import CRC32C
 
@@ -138,7 +138,7 @@ class SlabIndexMachine(RuleBasedStateMachine):
 
     @staticmethod
     def taken_by(content: int) -> int:
-        return aligned(size(content) + CRC32C.overhead)
+        return page_aligned(size(content) + CRC32C.overhead)
 
     @invariant()
     def the_slab_holds_each_used_chunk_once_that_is_trusted(self) -> None:
