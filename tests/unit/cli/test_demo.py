@@ -17,12 +17,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.command_line import run
+from support.scenes import SOON
 
 from tieredckpt.blobs.ram.folder import shared_memory_root
 from tieredckpt.cli import demo
 from tieredckpt.cli.demo_training import digest, initial_state, train_step
 
 SAME = "The weights are bit for bit those of the training that was never interrupted."
+
+HELD_IN_PART_3 = f"""
+import time
+from tieredckpt.cli import demo, main
+
+def hold(*_):
+    for _ in range({SOON * 100:.0f}):
+        time.sleep(0.01)
+
+demo._tell_restored = hold
+main()
+"""
+"""The command, whose third part lasts until a signal ends it, however late that comes."""
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +140,7 @@ def test_keep_leaves_a_store_to_look_at(temporary: Path) -> None:
     [("1.", signal.SIGINT), ("2.", signal.SIGTERM), ("3.", signal.SIGINT), ("3.", signal.SIGHUP)],
 )
 def test_what_ends_it_leaves_nothing_behind(temporary: Path, at: str, ending: signal.Signals) -> None:
-    command = [sys.executable, "-P", "-u", "-m", "tieredckpt", "demo", "--steps", "120"]
+    command = [sys.executable, "-P", "-u", "-c", HELD_IN_PART_3, "demo", "--steps", "12"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
