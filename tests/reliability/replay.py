@@ -306,8 +306,8 @@ async def _check_litter(store: CheckpointStore) -> None:
 async def _check_litter_of(tier: Tier) -> None:
     needed = {layout.MARKER}
     for step, held in tier.steps.held.items():
-        needed |= {layout.manifest_key(step.step, step.serial), held.btree_key, *await step_index.packs(tier, step)}
-    torn = tuple(layout.step_folder(step.step, step.serial) for step in tier.steps.damaged)
+        needed |= {step.manifest_key, held.btree_key, *await step_index.packs(tier, step)}
+    torn = tuple(step.folder for step in tier.steps.damaged)
     perhaps = tier.steps.damaged.any_packs(float("inf"))
     left = {
         info.key

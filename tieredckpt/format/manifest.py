@@ -84,6 +84,25 @@ class StepId(NamedTuple):
     def __str__(self) -> str:
         return f"step {self.step} (serial {self.serial})"
 
+    @property
+    def folder(self) -> str:
+        """Its folder on a tier. Raises `Invalid` as `layout.step_folder`; so do the next three."""
+        return layout.step_folder(self.step, self.serial)
+
+    @property
+    def manifest_key(self) -> str:
+        """Key of its commit file."""
+        return layout.manifest_key(self.step, self.serial)
+
+    @property
+    def btree_key(self) -> str:
+        """Key of the index nodes of its first commit."""
+        return layout.btree_key(self.step, self.serial)
+
+    def part_key(self, rank: int) -> str:
+        """Key of a rank's part of it while it is being committed."""
+        return layout.part_key(self.step, self.serial, rank)
+
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a step; stored as ``tieredckpt/step.json``."""

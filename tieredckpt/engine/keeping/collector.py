@@ -242,16 +242,15 @@ class Collector:
         False if that cannot be read, and this process knows the index, as after a repair that has failed: the step is
         restored and promoted by it, and is no good copy.
         """
-        commit = layout.manifest_key(step.step, step.serial)
         try:
             btree_key = (await step_index.read(tier, step))[2]
         except (Corrupt, NotFound) as error:
             if isinstance(error, Corrupt) and step in tier.steps.indexes:
-                tier.steps.impair(step, (commit,))
+                tier.steps.impair(step, (step.manifest_key,))
                 return False
             tier.quarantine(step, error)
             return True
-        tier.steps.mend(step, (commit,))
+        tier.steps.mend(step, (step.manifest_key,))
         if (held := tier.steps.held.get(step)) is not None and held.btree_key != btree_key:
             tier.steps.indexes.forget(step)
             tier.steps.catalogued.forget(step)
@@ -299,9 +298,9 @@ class Collector:
         listed = [info async for info in tier.store.list(layout.STEPS)]
         await self._check_known(tier, listed)
         held, seen = tier.steps.held, self._strays.get(tier.name, {})
-        known = {held[step].btree_key for step in held} | {layout.manifest_key(step.step, step.serial) for step in held}
+        known = {held[step].btree_key for step in held} | {step.manifest_key for step in held}
         unsure = (*tier.steps.damaged, *tier.steps.indeterminate)
-        folders = tuple(layout.step_folder(step.step, step.serial) for step in unsure)
+        folders = tuple(step.folder for step in unsure)
         # Where the store tells no time of change, a stray is as old as we have known it.
         self._strays[tier.name] = {
             info.key: info.modified or seen.get(info.key, time.time())

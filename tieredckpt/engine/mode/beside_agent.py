@@ -21,7 +21,6 @@ from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid, TierUnavailable
-from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
@@ -61,7 +60,7 @@ class AgentTiers:
     async def commit(self, tier: Tier, index: StepIndex, packs: Mapping[str, int]) -> None:
         """See `SlowerTiers.commit`."""
         step = index.record.id
-        key = layout.btree_key(step.step, step.serial)
+        key = step.btree_key
         encoded = (await commit_file.encode(tier, index.record, index.arrays, key)).index
         await self._link.ask(messages.Commit(tier.name, encoded.manifest, encoded.btree, key, dict(packs)), again=False)
 

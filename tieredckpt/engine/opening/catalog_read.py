@@ -93,7 +93,7 @@ def believed(
             stamp = stamp_of(said.btree, folders.get(step, {}))
             if stamp is None or step in records or stamp != _stamp(said):
                 continue
-            records[step] = said.record, layout.step_folder(step.step, step.serial) + said.btree
+            records[step] = said.record, step.folder + said.btree
             known.stamps[step] = stamp
             steps.append(step)
         known.steps.update(steps)

@@ -110,7 +110,7 @@ async def _stamp(tier: Tier, steps: set[StepId]) -> None:
     unknown = steps - known.stamps.keys()
     if known.timeless or not unknown:
         return
-    folders = {layout.step_folder(step.step, step.serial): step for step in unknown}
+    folders = {step.folder: step for step in unknown}
     # One listing of all tells more than one of each, and takes longer where most are known.
     prefixes = [layout.STEPS] if len(unknown) * _LISTED_WITH_IT >= len(tier.steps.held) else list(folders)
     files: dict[StepId, dict[str, BlobInfo]] = {}

@@ -293,7 +293,7 @@ def _take_out(folders: Mapping[Path, _Folder], step: StepId) -> dict[Path, _Comm
     with _unchanged({folder: found.commits for folder, found in folders.items()}):
         for folder, found in folders.items():
             retired = Retired(folder)
-            retired.take_away(layout.manifest_key(step.step, step.serial), found.keys[step])
+            retired.take_away(step.manifest_key, found.keys[step])
             retired.close()
             if found.keys[step]:
                 (folder / found.keys[step]).unlink(missing_ok=True)

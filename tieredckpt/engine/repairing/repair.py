@@ -242,7 +242,7 @@ async def _commit_beside_readers(tier: Tier, ram: Ram, step: StepId, index: Step
         if not tier.steps.keeps(step):
             return
         good = await commit_file.encode(tier, index.record, index.arrays, commit_file.free_btree_key(tier, step))
-        old = await in_thread(ram.store.keep, layout.manifest_key(step.step, step.serial))
+        old = await in_thread(ram.store.keep, step.manifest_key)
         chunks = unique_extents(index.arrays)
         kept = [digest for digest, where in chunks.items() if ram.index.adopt(digest, where.offset, where.length)]
     try:

@@ -139,7 +139,6 @@ class Verifier:
         if not tier.steps.keeps(step):
             raise _left(step, tier) from error  # and is not to come back
         repairs, repaired, problem = self.repairs(tier), False, str(error)
-        commit = layout.manifest_key(step.step, step.serial)
         if repairs:
             try:
                 await repair_index(self.state, self.collector, step, tier, error, remembered)
@@ -149,7 +148,7 @@ class Verifier:
                     raise _left(step, tier) from failed
                 problem = f"{error}; it could not be committed anew: {failed}"
                 if not (tier.in_memory or await _is_readable(tier, step)):  # RAM is read by what is remembered
-                    tier.steps.impair(step, (commit,))  # it is held still, and is no good copy
+                    tier.steps.impair(step, (step.manifest_key,))  # it is held still, and is no good copy
                     self.state.changed.notify()  # a promotion commits it anew, perhaps
         lost = () if not repairs or self.state.holders(step) else (layout.STEP_RECORD,)
         return Verified(step, tier.name, nbytes, (layout.STEP_RECORD,), repaired, problem, lost)

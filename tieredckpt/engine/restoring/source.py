@@ -66,7 +66,7 @@ async def pinned(tier: Tier, step: StepId) -> AsyncIterator[None]:
         return
     tier.steps.pin(step)
     try:
-        with tier.chunks.kept(layout.manifest_key(step.step, step.serial)):
+        with tier.chunks.kept(step.manifest_key):
             yield
     finally:
         tier.steps.unpin(step)

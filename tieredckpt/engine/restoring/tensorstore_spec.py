@@ -31,7 +31,7 @@ async def array_spec(state: State, step: int, key: str, name: str | None) -> dic
     kvstore = {
         "driver": "ocdbt",
         "base": _folder(tier, ""),
-        "manifest": _folder(tier, layout.step_folder(found.step, found.serial)),
+        "manifest": _folder(tier, found.folder),
     }
     return spec_of(index, key, kvstore)
 

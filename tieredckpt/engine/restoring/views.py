@@ -96,7 +96,7 @@ def _view(ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex]) -> View
                     raise Corrupt(f"a chunk of {layout.array_key(key)!r} of {step} lies outside the slab")
                 placed.append(Placed(starts[key] + cell.start, chunk.where.offset, length))
                 size = starts[key] + cell.start + length
-    fd = ram.share(layout.manifest_key(step.step, step.serial))
+    fd = ram.share(step.manifest_key)
     memory = window(ram.slab.fileno(), size, placed, lambda: let_go(fd))
     return {key: _seen(array, memory[starts[key] :]) for key, array in arrays.items()}
 

@@ -20,7 +20,7 @@ from tieredckpt.engine.tier.ram import Ram
 from tieredckpt.engine.tier.steps import IndeterminateDelete, Stale
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
-from tieredckpt.format import layout, ocdbt
+from tieredckpt.format import ocdbt
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepRecord, decode_step, encode_step
 
 __all__ = [
@@ -50,8 +50,8 @@ class Encoded:
 
 def free_btree_key(tier: Tier, step: StepId) -> str:
     """A free key for the index nodes of the next commit of a step: no other commit of this step has used it."""
-    key = layout.btree_key(step.step, step.serial)
-    return f"{key}-{secrets.token_hex(4)}" if tier.store.traits.remote or _may_be_there(tier, step) else key
+    may_be_used = tier.store.traits.remote or _may_be_there(tier, step)
+    return f"{step.btree_key}-{secrets.token_hex(4)}" if may_be_used else step.btree_key
 
 
 def _may_be_there(tier: Tier, step: StepId) -> bool:
@@ -118,7 +118,7 @@ async def commit(
         if before is not None and not traits.atomic_put:
             # One request replaces the manifest, unless it is shorter: a crash could leave neither of the two.
             with suppress(NotFound):
-                replaced = (await tier.store.stat(layout.manifest_key(step.step, step.serial))).size
+                replaced = (await tier.store.stat(step.manifest_key)).size
         if encoded is None or encoded.arrays is not arrays or _may_be_there(tier, step):
             encoded = await encode(tier, record, arrays, free_btree_key(tier, step), at_least=replaced)
         btree_key, index = encoded.btree_key, encoded.index
@@ -143,15 +143,14 @@ async def commit(
 
 async def _put_manifest(tier: Tier, record: StepRecord, manifest: bytes, *, exclusive: bool) -> None:
     """Put the manifest of a step; ``exclusive`` replaces none but one of the same save. Raises `Conflict`."""
-    step = record.id
-    key = layout.manifest_key(step.step, step.serial)
+    key = record.id.manifest_key
     try:
         await tier.store.put(key, [manifest], create_only=exclusive)
     except Conflict as error:
         if not exclusive:
             raise
         if not await _is_of(tier, record):
-            raise _others(tier, step) from error
+            raise _others(tier, record.id) from error
         await tier.store.put(key, [manifest])  # the other came late: of a put that failed, before a restart perhaps
 
 
@@ -197,7 +196,7 @@ async def _mark_indeterminate(tier: Tier, step: StepId, packs: frozenset[str], b
         return False
     try:
         if not late:
-            await tier.store.delete(layout.manifest_key(step.step, step.serial))
+            await tier.store.delete(step.manifest_key)
             steps.resolve(step)
             return False
         there = await step_index.root_key(tier, step)
@@ -221,7 +220,7 @@ async def delete_manifest(tier: Tier, step: StepId) -> None:
     """Delete the manifest of a step, and remember a deletion that fails and may come late. Raises as a blob store."""
     remote = tier.store.traits.remote
     try:
-        await tier.store.delete(layout.manifest_key(step.step, step.serial))
+        await tier.store.delete(step.manifest_key)
     except (TierUnavailable, asyncio.CancelledError) as error:
         if isinstance(error, Overdue) or (remote and not isinstance(error, Unanswered)):
             tier.steps.deletions[step] = time.monotonic()
@@ -267,7 +266,7 @@ async def _retract_from_ram(tier: Tier, ram: Ram, step: StepId) -> None:
     async with tier.steps.turn(step):
         held = tier.steps.held.get(step) or tier.steps.parts.get(step)
         index_key = held.btree_key if held is not None else ""
-        unread = await in_thread(ram.store.retire, layout.manifest_key(step.step, step.serial), index_key)
+        unread = await in_thread(ram.store.retire, step.manifest_key, index_key)
         tier.steps.drop(step)
     ram.retracted.append((unread, list(unique_extents(arrays))))
     await ram.reclaim()

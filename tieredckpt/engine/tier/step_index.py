@@ -10,7 +10,7 @@ from tieredckpt.engine.tier.index_cache import packs_of
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
-from tieredckpt.format import layout, ocdbt
+from tieredckpt.format import ocdbt
 from tieredckpt.format.manifest import StepId, StepIndex, StepRecord, decode_step
 
 __all__ = ["check_record", "is_committed", "is_replaced", "load", "load_anew", "packs", "read", "root_key"]
@@ -30,7 +30,7 @@ async def read(tier: Tier, step: StepId) -> tuple[bytes, bytes, str]:
 async def is_committed(tier: Tier, step: StepId) -> bool:
     """Whether the manifest of a step is there, readable or not. Raises `TierUnavailable`."""
     try:
-        await tier.store.stat(layout.manifest_key(step.step, step.serial))
+        await tier.store.stat(step.manifest_key)
     except NotFound:
         return False
     return True
@@ -47,9 +47,9 @@ async def root_key(tier: Tier, step: StepId) -> str | None:
 
 
 async def _manifest(tier: Tier, step: StepId) -> tuple[bytes, ocdbt.Root]:
-    manifest = await tier.store.get(layout.manifest_key(step.step, step.serial), limit=_MANIFEST_MAX)
+    manifest = await tier.store.get(step.manifest_key, limit=_MANIFEST_MAX)
     root = ocdbt.read_root(manifest)
-    if not root.path.startswith(layout.step_folder(step.step, step.serial)):
+    if not root.path.startswith(step.folder):
         raise Corrupt(f"tier {tier.name!r}, {step}: the manifest points to {root.path!r}, outside the step")
     return manifest, root
 

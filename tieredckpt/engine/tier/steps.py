@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 from tieredckpt.engine.tier.catalog_cache import Catalogued
 from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
 from tieredckpt.errors import Conflict, Corrupt, TieredCkptError, TierUnavailable
-from tieredckpt.format import layout
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 
 __all__ = [
@@ -277,7 +276,7 @@ class Steps:
 
     def has_chunks(self, step: StepId) -> bool:
         """As `has_good`, or only its commit is damaged: this process may know the index."""
-        return step in self.held and self.impaired.get(step, set()) <= {layout.manifest_key(step.step, step.serial)}
+        return step in self.held and self.impaired.get(step, set()) <= {step.manifest_key}
 
     def impair(self, step: StepId, lacking: Iterable[bytes | str]) -> None:
         """Count the copy of a step, if it is held here, as no good one, as `impaired` has it."""
@@ -341,7 +340,7 @@ class Steps:
         else:
             self.parts[step] = Held(record, btree_key)
         self.damaged.pop(step, None)
-        self.mend(step, (layout.manifest_key(step.step, step.serial),))
+        self.mend(step, (step.manifest_key,))
         self.stuck.pop(step, None)
         self.resolve(step)
         self.tombstones.discard(step)
@@ -384,7 +383,7 @@ class Steps:
             own = self.indexes.forget(step)
             self.damaged.quarantine(step, error, packs if own is None else own, exactly=own is not None)
             if not isinstance(error, IndeterminateDelete):  # else it is read before it counts as held again
-                self.mend(step, (layout.manifest_key(step.step, step.serial),))
+                self.mend(step, (step.manifest_key,))
             self.catalogued.forget(step)
 
     def drop(self, step: StepId) -> str | None:

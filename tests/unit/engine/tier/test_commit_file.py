@@ -23,7 +23,6 @@ from tieredckpt.engine.tier.index_cache import located
 from tieredckpt.engine.tier.steps import Stale
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, StepPromoted, TierRecovered
-from tieredckpt.format import layout
 from tieredckpt.format.manifest import Chunk, StepIndex, decode_step
 
 
@@ -429,7 +428,7 @@ async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_a
 
     async def commit() -> tuple[StepIndex, StepIndex]:
         index = await step_index.load(tier, scene.step)
-        arrays, name = dict(index.arrays), layout.btree_key(scene.step.step, scene.step.serial)
+        arrays, name = dict(index.arrays), scene.step.btree_key
         if changed == "arrays":
             key, array = next(iter(arrays.items()))
             arrays[key] = replace(array, chunks=[Chunk(chunk.digest[::-1], chunk.where) for chunk in array.chunks])

@@ -47,7 +47,6 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, decode, encode
 from tieredckpt.errors import Corrupt, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import CommitFailed
-from tieredckpt.format import layout
 from tieredckpt.format.digest import SIZE, digest
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.merging import show_ranks
@@ -223,7 +222,7 @@ class Commits:
 
         async def read(rank: int) -> None:
             promised, nbytes = expected[rank]
-            key = layout.part_key(step.step, step.serial, rank)
+            key = step.part_key(rank)
             # This is an error of the tier and not of the step: the rank still has its part.
             anew = f"tier {tier.name!r}: {key} is not what rank {rank} wrote; it is written anew"
             try:
@@ -261,7 +260,7 @@ class Commits:
 
     async def _remove_parts(self, step: StepId, tier: Tier, ranks: Sequence[int]) -> None:
         with suppress(TieredCkptError):  # what is left is a stray, and collected as such
-            await together([tier.store.delete(layout.part_key(step.step, step.serial, rank)) for rank in ranks])
+            await together([tier.store.delete(step.part_key(rank)) for rank in ranks])
 
     # -- every rank ---------------------------------------------------------------------------------------
 
@@ -299,7 +298,7 @@ class Commits:
             await check_open(self._state, tier)
             for part, digests in todo.items():
                 encoded = await self._write(step, tier, part, digests, written)
-                await tier.store.put(layout.part_key(step.step, step.serial, part), [encoded])
+                await tier.store.put(step.part_key(part), [encoded])
                 found[part] = digest(encoded), len(encoded)
         except TieredCkptError as error:
             failure = Failure.of(error)

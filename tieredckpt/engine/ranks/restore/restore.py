@@ -34,7 +34,6 @@ from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
-from tieredckpt.format import layout
 from tieredckpt.format.encoding import PLAIN
 from tieredckpt.format.manifest import StepId, StepRecord, decode_step, encode_step
 
@@ -233,7 +232,7 @@ class CollectiveRestores:
         if parts is None:
             raise NotFound(f"the parts of {step} in RAM are not known any more")
         merged = merge_parts(parts)
-        btree_key = layout.btree_key(step.step, step.serial)
+        btree_key = step.btree_key
         index = encode_step(merged.record, merged.arrays, btree_path=btree_key, encoding=PLAIN)
         return index.manifest, index.btree, btree_key
 
