@@ -34,13 +34,9 @@ _VAIN = 2
 class NoRoom(NoSpace):
     """A tier has no room for ``need`` bytes of a step."""
 
-    need: int = 0
-
-    @classmethod
-    def of(cls, message: str, need: int) -> NoRoom:
-        error = cls(message)
-        error.need = need
-        return error
+    def __init__(self, message: str, need: int = 0) -> None:
+        super().__init__(message)
+        self.need = need
 
 
 @asynccontextmanager
@@ -51,7 +47,7 @@ async def needing(need: int) -> AsyncIterator[None]:
     except NoRoom:
         raise
     except NoSpace as error:
-        raise NoRoom.of(str(error), need) from error
+        raise NoRoom(str(error), need) from error
 
 
 def fits(tier: Tier, need: int) -> bool:
@@ -63,14 +59,14 @@ async def check_room(step: StepId, tier: Tier, need: int) -> None:
     """Check that a tier has room for so many bytes of a step, in its capacity and on its medium. Raises `NoSpace`."""
     fewer = "or copy fewer steps (`--steps`)"
     if not fits(tier, need):
-        raise NoRoom.of(
+        raise NoRoom(
             f"tier {tier.name!r} has {format_size(tier.capacity or 0)}, {format_size(tier.used)} of it used; {step} "
             f"needs {format_size(need)} more, and a copy evicts nothing: raise its capacity, {fewer}",
             need,
         )
     free = await tier.store.free() if isinstance(tier.store, Free) else None
     if free is not None and free < need:
-        raise NoRoom.of(
+        raise NoRoom(
             f"tier {tier.name!r} at {tier.store.location} has {format_size(free)} free; {step} needs "
             f"{format_size(need)}: make room there, {fewer}",
             need,
@@ -103,7 +99,7 @@ async def evicting_older(
             why = _in_vain(tier) if fits(tier, error.need) and _is_in_vain(tier) else _unreadable_keep(tier)
             if not why:
                 raise
-            raise NoRoom.of(f"{error}{why}", error.need) from error
+            raise NoRoom(f"{error}{why}", error.need) from error
 
 
 async def evict_older(state: State, collector: Collector, step: StepId | None, tier: Tier, need: int) -> bool:

@@ -51,7 +51,7 @@ def _shares(index: StepIndex) -> dict[str, float]:
 async def have_room(state: State, collector: Collector, step: StepId, tier: Tier, need: int) -> None:
     """Make room on the tier for so many bytes of the step. Raises `NoSpace`."""
     if not await make_room(state, collector, step, tier, need):
-        raise NoRoom.of(
+        raise NoRoom(
             f"tier {tier.name!r} has {format_size(tier.used)} of {format_size(tier.capacity or 0)} in use, and {step} "
             f"needs {format_size(need)} more: no other step may be evicted there; raise its capacity, or retain fewer "
             f"steps",
@@ -73,7 +73,7 @@ async def within_capacity(
         left -= sum(sizes[digest] for digest, _ in batch.places)
         if not encoding.raw and not fits(tier, taken):
             await batch.lent.aclose()
-            raise NoRoom.of(
+            raise NoRoom(
                 f"tier {tier.name!r} has no room for {format_size(taken)}: the step is less compressible than the one "
                 f"before; raise its capacity, or retain fewer steps",
                 batch.size + left,
