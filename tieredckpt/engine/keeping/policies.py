@@ -117,22 +117,14 @@ def why_not_due(state: State, step: StepId, tier: Tier) -> str:
 
 
 def waits_for_promotion(state: State, step: StepId, tier: Tier, *, only_healthy: bool = False) -> bool:
-    """Whether a slower tier is still to get the step, and may get it."""
-    slower = [
-        other for other in state.tiers[tier.index + 1 :] if (other.healthy and other.responsive) or not only_healthy
-    ]
+    """Whether a slower tier is still to get the step, or to derive it from this one, and may get it."""
     view = state.view(at_rest=True)
-    if any(step not in other.steps.stuck and is_due(state, step, other, view) for other in slower):
-        return True
-    return any(_waits_for_derivation(each, step, tier, only_healthy=only_healthy) for each in state.derivations)
-
-
-def _waits_for_derivation(derivation: State, step: StepId, tier: Tier, *, only_healthy: bool) -> bool:
-    """Whether a step is still to be derived from the tier, as `waits_for_promotion`."""
-    other = derivation.target
-    if tier not in derivation.tiers[:-1] or step in other.steps.stuck:
-        return False
-    return ((other.healthy and other.responsive) or not only_healthy) and is_due(derivation, step, other)
+    slower: list[tuple[Tier, State, StoreView | None]] = [(each, state, view) for each in state.tiers[tier.index + 1 :]]
+    slower += [(each.target, each, None) for each in state.derivations if tier in each.tiers[:-1]]
+    return any(
+        step not in other.steps.stuck and (other.works or not only_healthy) and is_due(of, step, other, seen)
+        for other, of, seen in slower
+    )
 
 
 def unretained(state: State, tier: Tier) -> list[StepId]:

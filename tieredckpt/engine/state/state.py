@@ -165,7 +165,7 @@ class State:
     def holders(self, step: StepId) -> list[Tier]:
         """The tiers that hold a step as it was saved, nearest first, those that fail, or do not answer, last."""
         holding = [tier for tier in self.tiers if step in tier.steps.held and not tier.derived]
-        return sorted(holding, key=lambda tier: not (tier.healthy and tier.responsive))
+        return sorted(holding, key=lambda tier: not tier.works)
 
     def on_line(self, serial: int) -> bool:
         """Whether a serial belongs to the branch that is trained."""

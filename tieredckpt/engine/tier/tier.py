@@ -194,6 +194,11 @@ class Tier:
         return getattr(self.blobs, "responsive", True)
 
     @property
+    def works(self) -> bool:
+        """Whether it is healthy and answers: what may come there at once."""
+        return self.healthy and self.responsive
+
+    @property
     def hanging(self) -> int:
         """How many abandoned calls still hang in the device."""
         return getattr(self.blobs, "hanging", 0)
