@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from tieredckpt._decoders import from_json
+from tieredckpt.engine.opening.scan import step_folders
 from tieredckpt.engine.opening.unreadable import Reads
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.format import layout
-from tieredckpt.format.manifest import StepId, StepRecord, find_record
+from tieredckpt.format.manifest import StepRecord, find_record
 from tieredckpt.format.marker import StoreMarker
 
-__all__ = ["SeenMarker", "consistent_markers", "known_elsewhere", "marker_of", "store_of_steps"]
+__all__ = ["SeenMarker", "by_steps", "known_elsewhere", "marker_of", "store_of_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -89,12 +90,8 @@ async def _newest_records(tier: Tier) -> list[StepRecord]:
 
     Raises `TierUnavailable` if reads fail, and no step can be read.
     """
-    found: list[StepId] = []
-    async for info in tier.store.list(layout.STEPS):
-        folder, _, name = info.key.rpartition("/")
-        parsed = layout.parse_step_folder(folder + "/")
-        if parsed is not None and name == layout.MANIFEST:
-            found.append(StepId(serial=parsed[1], step=parsed[0]))
+    folders = step_folders([info async for info in tier.store.list(layout.STEPS)])
+    found = [step for step, files in folders.items() if layout.MANIFEST in files]
     records: list[StepRecord] = []
     reads = Reads(tier)
     for step in sorted(found, reverse=True)[:_STEPS_ASKED]:
@@ -109,24 +106,16 @@ async def _newest_records(tier: Tier) -> list[StepRecord]:
     return records
 
 
-async def consistent_markers(tiers: Sequence[Tier], markers: Sequence[StoreMarker | None]) -> list[StoreMarker | None]:
-    """Correct markers that contradict the steps of their own tier, if another tier's marker agrees with these steps."""
-    stores = [marker.store if marker is not None else None for marker in markers]
-    result = list(markers)
-    if len({store for store in stores if store is not None}) < 2:
-        return result
-    for i, (tier, marker) in enumerate(zip(tiers, markers, strict=True)):
-        others = {store for j, store in enumerate(stores) if j != i}
-        if marker is None:
-            continue
-        try:
-            store = await store_of_steps(tier)
-        except TierUnavailable:
-            continue  # which is met again where it is reported
-        if store is not None and not marker.owns(store) and store in others:
-            _log.warning("tier %r: its marker says %s, its steps and another tier %s", tier.name, marker.store, store)
-            result[i] = markers[stores.index(store)]
-    return result
+async def by_steps(tier: Tier, marker: StoreMarker, known: Mapping[str, StoreMarker]) -> StoreMarker:
+    """The marker of a tier; if its steps contradict that, a ``known`` one of another tier that agrees with them."""
+    try:
+        store = await store_of_steps(tier)
+    except TierUnavailable:
+        return marker  # which is met again where it is reported
+    if store is None or marker.owns(store) or store not in known:
+        return marker
+    _log.warning("tier %r: its marker says %s, its steps and another tier %s", tier.name, marker.store, store)
+    return known[store]
 
 
 async def _is_of_another_format(tier: Tier) -> bool:
