@@ -127,7 +127,7 @@ class Work(Generic[T]):
         if not self.ended.wait(seconds):
             raise TimeoutError
         if self._refused:
-            raise _closed()
+            raise Closed("the checkpoint store is closed")
         assert self._task is not None, "it has ended, so it was refused or had begun"
         if self._task.cancelled():
             raise Closed("the checkpoint store was closed, or the call cancelled, meanwhile")
@@ -344,10 +344,6 @@ class EngineLoop:
         """Await that the thread has ended."""
         if not self.thread.is_current:
             await in_thread(self.join)
-
-
-def _closed() -> Closed:
-    return Closed("the checkpoint store is closed")
 
 
 def _watch(thread: EngineThread, caller: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:

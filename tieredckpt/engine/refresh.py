@@ -112,9 +112,7 @@ class Refresh:
     async def _refresh(self, *, packs: bool) -> None:
         state, first = self._state, self._state.tiers[0]
         if state.identity.marker is not None:
-            for (
-                tier
-            ) in state.every_tier:  # one after the other: a step comes to the next tier before it leaves this one
+            for tier in state.every_tier:  # in turn: a step comes to the next tier before it leaves this one
                 await self._look_at(tier, packs=packs)
         if state.identity.marker is None or all(tier.marker is None for tier in state.tiers):
             await self._identify()  # only the stored files tell which store it is

@@ -59,7 +59,8 @@ class Scratch:
                 raise Corrupt(f"a chunk of {format_size(nbytes)} cannot be right: {format_size(_LARGEST)} is the most")
             return np.frombuffer(mmap.mmap(-1, page_aligned(nbytes)), dtype=np.uint8), lambda: None
         offset = await self.borrow(nbytes)
-        return self.memory(offset, nbytes), partial(self.give_back, offset, nbytes)
+        memory = self.slab.array[offset : offset + page_aligned(nbytes)]
+        return memory, partial(self.give_back, offset, nbytes)
 
     async def borrow(self, nbytes: int) -> int:
         """The offset of a piece that is to be given back. Waiters are served in their order.
@@ -68,9 +69,6 @@ class Scratch:
         """
         assert page_aligned(nbytes) <= self.capacity
         return await borrow(self.slab, nbytes, self._turn, self.returned.wait)
-
-    def memory(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        return self.slab.array[offset : offset + page_aligned(nbytes)]
 
     def give_back(self, offset: int, nbytes: int) -> None:
         self.slab.release(offset, nbytes)

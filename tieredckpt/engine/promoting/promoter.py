@@ -57,8 +57,6 @@ class Promoter:
         self._connect = connect
         self._copy = promote
         self._report_stuck = report_stuck
-        self.stuck = tier.steps.stuck
-        """Steps that cannot be copied: a chunk is intact nowhere, or a tier that may have it is silent."""
         self._retry_at: dict[StepId, float] = {}
         """Time at which steps are tried again that a silent tier may have."""
         self._unsure: set[StepId] = set()
@@ -83,7 +81,7 @@ class Promoter:
         if mending := self.tier.steps.to_mend():
             waiting = sorted({*waiting, *mending}, reverse=True)
         for step in waiting:
-            if step not in self.stuck and is_due(state, step, self.tier, view):
+            if step not in self.tier.steps.stuck and is_due(state, step, self.tier, view):
                 return step
         return None
 
@@ -225,22 +223,22 @@ class Promoter:
             self._state.changed.notify()
 
     def _set_aside(self, step: StepId, error: TieredCkptError) -> None:
-        self.stuck[step] = error
+        self.tier.steps.stuck[step] = error
         if self._report_stuck is not None:
             self._report_stuck(step, self.tier, error)
         if isinstance(error, (SilentSource, RanksUnavailable)):
             self._retry_at[step] = time.monotonic() + limits.in_force.source_retry
 
     def _set_aside_what_ranks_have(self, error: RanksUnavailable) -> None:
-        view = self._state.view()
-        for step in (self._state.tiers[0].steps.held.keys() & {*self._state.waiting(self.tier)}) - self.stuck.keys():
-            if is_due(self._state, step, self.tier, view):
+        view, in_ram, stuck = self._state.view(), self._state.tiers[0].steps.held, self.tier.steps.stuck
+        for step in tuple(self._state.waiting(self.tier)):
+            if step in in_ram and step not in stuck and is_due(self._state, step, self.tier, view):
                 self._set_aside(step, error)
 
     def _forget_silence(self) -> None:
         for step in [step for step, when in self._retry_at.items() if when <= time.monotonic()]:
             del self._retry_at[step]
-            self.stuck.pop(step, None)
+            self.tier.steps.stuck.pop(step, None)
 
     def _succeeded(self) -> None:
         if self.tier.health.recover():

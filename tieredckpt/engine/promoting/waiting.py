@@ -78,7 +78,7 @@ async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
     for promoter in promoters.values():
         if promoter.tier.health.error is not None and (due := promoter.next_due(at_rest=True)) is not None:
             raise again(promoter.tier.health.error, f"tier {promoter.tier.name!r} lacks {due}: ")
-        for step, error in promoter.stuck.items():
+        for step, error in promoter.tier.steps.stuck.items():
             if step in state.records():
                 raise again(error, f"tier {promoter.tier.name!r} lacks {step}: ")
 

@@ -264,8 +264,8 @@ async def retract_from_ram(tier: Tier, ram: Ram, step: StepId) -> None:
 async def _retract_from_ram(tier: Tier, ram: Ram, step: StepId) -> None:
     arrays = (await step_index.load(tier, step)).arrays if tier.steps.has_own(step) else {}
     async with tier.steps.turn(step):
-        held = tier.steps.held.get(step) or tier.steps.parts.get(step)
-        index_key = held.btree_key if held is not None else ""
+        own = tier.steps.own(step)
+        index_key = own.btree_key if own is not None else ""
         unread = await in_thread(ram.store.retire, step.manifest_key, index_key)
         tier.steps.drop(step)
     ram.retracted.append((unread, list(unique_extents(arrays))))

@@ -329,8 +329,7 @@ def _this_process(taken_at: float) -> Holder:
 
 def _was_given_back(holder: Holder, key: str) -> bool:
     """Whether a store of this very process was closed while the tier did not answer, and its lease stayed there."""
-    mine = holder.machine == _machine() and holder.process == os.getpid()
-    return mine and holder.process_started == _started(os.getpid()) and key not in _of_this_process
+    return holder.process == os.getpid() and lives_here(holder) and key not in _of_this_process
 
 
 def _process_lives(holder: Holder) -> bool | None:
