@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.scenes import Keeper, assert_same, config, folder, ram, tree
 
@@ -94,6 +94,8 @@ ANSWERS: list[Answer] = [
     list,
     lambda serials: list(reversed(serials)) * 2,
     lambda serials: [[], {}, 7, *serials],
+    lambda serials: {"x": 1},
+    lambda serials: (serial for serial in serials),
     lambda serials: itertools.count(),
     _raises(ZeroDivisionError("a policy with a bug")),
     _raises(RecursionError()),
@@ -144,6 +146,18 @@ def _life(opened: StoreConfig, actions: Iterator[tuple[str, int]], step: int) ->
     return step
 
 
+TRAINING = 3 * [*4 * [("save", 0)], ("flush", 0)]
+
+
+def always_the_same(test: Callable[..., None]) -> Callable[..., None]:
+    """Try each answer alone, too, and by turns with that of a retention that keeps nothing: then others are asked."""
+    for answer in ANSWERS:
+        for answers in ([answer], [lambda serials: frozenset(), answer]):
+            test = example(answers=answers, actions=[*TRAINING, ("collect", 0)])(test)
+    return test
+
+
+@always_the_same
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     answers=st.lists(st.sampled_from(ANSWERS), min_size=1, max_size=30),

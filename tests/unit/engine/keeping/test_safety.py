@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reliability.tiers import FaultyTiers
 from support.commit_scene import opened_scene
-from support.scenes import Keeper, assert_restored, assert_same, config, crash, folder, ram, tree
+from support.scenes import assert_restored, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives, Traits
@@ -26,140 +22,6 @@ from tieredckpt.engine.tier.steps import Held
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, TierUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId
-from tieredckpt.policy import base
-from tieredckpt.policy.base import Eviction, Promotion, Retention, StepView, StoreView, TierView
-
-
-def behaves(retains: Callable[[Any, TierView, StoreView], Any]) -> Callable[[Any, TierView, StoreView], Any]:
-    """A retention that shows its nature only once the store runs: what fails on the sample is refused before that."""
-
-    def on_the_sample(self: Any, tier: TierView, store: StoreView) -> Any:
-        if not store.now:
-            return frozenset(step.serial for step in store.on(tier.name))
-        return retains(self, tier, store)
-
-    return on_the_sample
-
-
-class RetainNothing(Retention):
-    kind: Literal["test_nothing"] = "test_nothing"
-
-    @behaves
-    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
-        return frozenset()
-
-
-class RetainNonsense(Retention):
-    """Not a set, not of serials, and a different answer every time."""
-
-    kind: Literal["test_nonsense"] = "test_nonsense"
-
-    @behaves
-    def retains(self, tier: TierView, store: StoreView) -> Any:
-        answers = [
-            None,
-            7,
-            [object()],
-            frozenset({-1, 10**9}),
-            {"x": 1},
-            frozenset(),
-            "all",
-            (step.serial for step in ()),
-        ]
-        return answers[int(store.now * 1e6) % len(answers)]
-
-
-class RetainRaises(Retention):
-    kind: Literal["test_raises"] = "test_raises"
-
-    @behaves
-    def retains(self, tier: TierView, store: StoreView) -> frozenset[int]:
-        raise ZeroDivisionError("a policy with a bug")
-
-
-class NewestFirst(Eviction):
-    kind: Literal["test_newest_first"] = "test_newest_first"
-
-    def order(self, candidates: Sequence[StepView], tier: TierView, store: StoreView) -> list[int]:
-        return [step.serial for step in reversed(candidates)]
-
-
-class OrderNonsense(Eviction):
-    kind: Literal["test_order_nonsense"] = "test_order_nonsense"
-
-    def order(self, candidates: Sequence[StepView], tier: TierView, store: StoreView) -> Any:
-        serials = [step.serial for step in store.steps]
-        answers: list[Any] = [None, 3, [[]], serials[::-1] * 3, [-5, 10**9, *serials], [{}], "newest"]
-        return answers[int(store.now * 1e6) % len(answers)]
-
-
-class OrderRaises(Eviction):
-    kind: Literal["test_order_raises"] = "test_order_raises"
-
-    def order(self, candidates: Sequence[StepView], tier: TierView, store: StoreView) -> list[int]:
-        raise RuntimeError("a policy with a bug")
-
-
-class PromoteNonsense(Promotion):
-    kind: Literal["test_promote_nonsense"] = "test_promote_nonsense"
-
-    def promotes(self, step: StepView, tier: TierView, store: StoreView) -> Any:
-        if step.serial % 3 == 0:
-            raise KeyError("a policy with a bug")
-        return [step] if step.serial % 3 == 1 else None
-
-
-TIERS = ("ram", "disk", "far")
-RETENTIONS = ["test_nothing", "test_nonsense", "test_raises"]
-EVICTIONS = ["test_newest_first", "test_order_nonsense", "test_order_raises"]
-
-
-@pytest.fixture(autouse=True)
-def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These policies can be configured in the tests of this file alone."""
-    monkeypatch.setattr(base, "_offered", dict(base._offered))
-    for hostile in (
-        RetainNothing,
-        RetainNonsense,
-        RetainRaises,
-        NewestFirst,
-        OrderNonsense,
-        OrderRaises,
-        PromoteNonsense,
-    ):
-        base.register(hostile)
-
-
-@pytest.mark.parametrize(("retain", "evict"), list(itertools.product(RETENTIONS, EVICTIONS)))
-async def test_whatever_policies_answer_the_newest_step_of_every_tier_stays(
-    shared_memory: Path, tmp_path: Path, retain: str, evict: str
-) -> None:
-    hostile = {"retain": retain, "evict": evict}
-    settings = config(
-        {
-            "ram": ram(shared_memory, capacity="1 MiB", **hostile),
-            "disk": folder(tmp_path / "disk", promote="test_promote_nonsense", **hostile),
-            "far": folder(tmp_path / "far", capacity="1 MiB", **hostile),
-        }
-    )
-    async with CheckpointStore.open(settings) as store:
-        keeper = Keeper(store, TIERS)
-        for step in range(12):
-            await store.save(step, tree(step))
-            if step % 4 == 3:
-                with suppress(NoSpace):  # of a tier whose policies keep everything
-                    await store.flush()
-        await store.collect()
-        assert keeper.broken == []
-        restored = await store.restore()
-        assert restored is not None
-        assert restored.step == 11
-        assert_same(restored.tree, tree(11))
-    async with CheckpointStore.open(settings) as store:
-        restored = await store.restore()
-        assert restored is not None
-        assert restored.step == 11
-        assert_same(restored.tree, tree(11))
 
 
 async def test_by_hand_as_well_the_last_good_copy_stays(shared_memory: Path, tmp_path: Path) -> None:
@@ -237,29 +99,6 @@ async def test_an_eviction_tells_that_its_tier_does_not_answer_where_no_last_cop
             await (await store.save(3, tree(3))).reached("disk")
         with pytest.raises(TierUnavailable):
             await store.evict(1, "disk")
-
-
-async def test_a_rollback_does_not_let_the_durable_step_go_before_its_successor(
-    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
-) -> None:
-    """The off-branch step is the only durable one until something of the live line is durable."""
-    keep_one = {"retain": {"kind": "last_n", "n": 1}}
-    settings = config(
-        {"ram": ram(shared_memory), "disk": folder(tmp_path, promote={"kind": "every_n_steps", "n": 200}, **keep_one)}
-    )
-    store = await CheckpointStore.open(settings)
-    await store.save(100, tree(100))
-    await (await store.save(200, tree(200))).reached("disk")
-    await store.restore(100)
-    with pytest.raises(Conflict, match="last good copy"):
-        await store.evict(200, "disk")
-    await store.save(101, tree(101))
-    await store.flush()
-    assert await store.where(200) == ("ram", "disk")
-    await store.promote(101, "disk")
-    await store.flush()
-    assert [info.step for info in await store.steps() if "disk" in info.tiers] == [101]
-    await crash(store)
 
 
 async def test_an_eviction_that_failed_half_way_is_no_copy_to_rely_on(tmp_path: Path, faults: FaultyTiers) -> None:
@@ -370,28 +209,18 @@ async def test_a_copy_whose_packs_are_known_to_be_gone_is_no_good_copy(
         assert_restored(await store.restore(), tree(1))
 
 
-async def test_a_copy_whose_packs_are_gone_is_made_good_from_another_tier(shared_memory: Path, tmp_path: Path) -> None:
-    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})) as store:
+@pytest.mark.parametrize("lacking", ["disk", "far"], ids=["the first", "the second"])
+async def test_a_copy_whose_packs_are_gone_is_made_good_from_another_tier(tmp_path: Path, lacking: str) -> None:
+    async with CheckpointStore.open(config({name: folder(tmp_path / name) for name in ("disk", "far")})) as store:
         await store.save(1, tree(1))
         await store.save(2, tree(2))
         await store.flush()
-        delete_packs(tmp_path / "disk")
+        delete_packs(tmp_path / lacking)
         await store.collect()
         await store.flush()
         for step in (1, 2):
             assert all(not each.problem for each in await store.verify(step))
-        await store.evict(1, "ram")
-
-
-async def test_the_first_of_two_folders_gets_what_it_lacks_from_the_other(tmp_path: Path) -> None:
-    tiers = {"near": folder(tmp_path / "near"), "far": folder(tmp_path / "far")}
-    async with CheckpointStore.open(config(tiers)) as store:
-        await store.save(1, tree(1))
-        await store.flush()
-        delete_packs(tmp_path / "near")
-        await store.collect()
-        await store.flush()
-        assert all(not each.problem for each in await store.verify(1))
+        await store.evict(1, "far" if lacking == "disk" else "disk")
 
 
 async def test_a_pack_that_many_steps_use_is_asked_for_no_more_often_when_it_is_gone(

@@ -414,17 +414,22 @@ async def test_a_schedule_counts_from_the_newest_step_of_the_branch(place: Place
 # -- what leaves ------------------------------------------------------------------------------------------
 
 
-async def test_off_branch_steps_stay_until_a_later_save_is_as_safe(place: Place) -> None:
-    disk = {"promote": {"kind": "every_n_steps", "n": 100}, "retain": {"kind": "last_n", "n": 2}}
+@pytest.mark.parametrize(("every", "there"), [(100, [100, 200]), (200, [200])], ids=["both", "it alone"])
+async def test_off_branch_steps_stay_until_a_later_save_is_as_safe(place: Place, every: int, there: list[int]) -> None:
+    """Also one that is the only durable step, until something of the branch is durable."""
+    disk = {"promote": {"kind": "every_n_steps", "n": every}, "retain": {"kind": "last_n", "n": len(there)}}
     async with place.opened(100, 200, **disk) as store:
         await store.flush()
         await store.restore(100)
+        with pytest.raises(Conflict, match="last good copy"):
+            await store.evict(200, "disk")
         await store.save(101, tree(101))
         await store.flush()
         await store.collect()
-        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [100, 200]
+        assert [info.step for info in await store.steps() if "disk" in info.tiers] == there
+        assert await store.where(200) == ("ram", "disk")
         with pytest.raises(Conflict, match="last good copy"):
             await store.evict(200, "disk")
         await store.promote(101, "disk")
         await store.flush()
-        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [100, 101]
+        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [*there[:-1], 101]
