@@ -13,8 +13,10 @@ from support.scenes import SOON, Heard, config, folder, ram, tree
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.repairing.verify import Verified
+from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.errors import Corrupt
 from tieredckpt.events import StepEvicted, StepPromoted
+from tieredckpt.format.manifest import ArrayIndex, Chunk
 from tieredckpt.testing.faulty import Faulty, Hold
 
 __all__ = ["MANIFEST", "Scene", "opened_scene"]
@@ -70,6 +72,17 @@ class Scene:
             self.tier.quarantine(self.step, Corrupt("misread"))
 
         await self.store._life.loop.call(misread())
+
+    async def damage_index(self) -> None:
+        """Commit the step with wrong bytes of an array that lies in the index."""
+
+        async def commit() -> None:
+            index = await step_index.load(self.tier, self.step)
+            half = index.arrays["half"]
+            wrong = ArrayIndex(half.grid, half.dtype, [Chunk(half.chunks[0].digest, bytes(80))])
+            await commit_file.commit(self.tier, index.record, {**index.arrays, "half": wrong})
+
+        await self.store._life.loop.call(commit())
 
     async def evicting(self) -> asyncio.Task[None]:
         """The eviction of the step by hand, which has begun."""

@@ -177,22 +177,12 @@ async def test_a_step_drives_out_none_that_a_slower_tier_is_still_to_get(
         assert await store.where(1) == ("ram", "far")
 
 
-async def test_a_step_that_ram_cannot_hold_drives_out_older_ones_as_well(shared_memory: Path, tmp_path: Path) -> None:
-    tiers = {"ram": ram(shared_memory, capacity=CHUNK), "disk": folder(tmp_path / "disk", capacity=4 * STEP + CHUNK)}
-    tiers["disk"]["retain"] = "all"
-    async with CheckpointStore.open(config(tiers)) as store:
-        for step in range(1, 8):
-            assert not (await store.save(step, state(step))).skipped
-        held = [info.step for info in await store.steps()]
-        assert len(held) >= 2
-        assert held == list(range(8 - len(held), 8))
-
-
-async def test_a_save_past_ram_drives_out_older_ones_of_a_full_device(
-    shared_memory: Path, tiny_file_system: Path
+@pytest.mark.parametrize("capacity", [4 * STEP + CHUNK, None], ids=["capacity", "device"])
+async def test_a_step_that_ram_cannot_hold_drives_out_older_ones_as_well(
+    shared_memory: Path, tiny_file_system: Path, capacity: int | None
 ) -> None:
-    tiers = {"ram": ram(shared_memory, capacity=CHUNK), "disk": folder(tiny_file_system / "disk", retain="all")}
-    async with CheckpointStore.open(config(tiers)) as store:
+    disk = folder(tiny_file_system / "disk", retain="all", capacity=capacity)
+    async with CheckpointStore.open(config({"ram": ram(shared_memory, capacity=CHUNK), "disk": disk})) as store:
         heard = Heard(store)
         for step in range(1, 11):
             assert not (await store.save(step, state(step))).skipped

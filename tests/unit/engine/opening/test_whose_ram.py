@@ -295,11 +295,15 @@ async def test_a_tier_that_is_silent_at_start_leaves_the_ram_that_notes_it(place
     assert await place.newest("a/p") == 3
 
 
-async def test_a_marker_that_is_damaged_does_not_make_a_copy_the_store(place: Place) -> None:
+@pytest.mark.parametrize("how", ["beside a damaged marker", "by hard links"])
+async def test_a_copy_of_a_store_is_another_one_however_it_was_made(place: Place, how: str) -> None:
     await place.killed("p", 1, promote="always")
     await place.killed("p", 2)
-    shutil.copytree(place.base / "p", place.base / "copy")
-    (place.base / "p" / "tieredckpt.json").write_text("{")
+    if how == "by hard links":
+        shutil.copytree(place.base / "p", place.base / "copy", copy_function=os.link)
+    else:
+        shutil.copytree(place.base / "p", place.base / "copy")
+        (place.base / "p" / "tieredckpt.json").write_text("{")
     with pytest.raises(Conflict, match="is a copy of the store at"):
         await CheckpointStore.open(place.at("copy"))
     assert await place.newest("p") == 2
@@ -317,15 +321,6 @@ async def test_a_fork_that_lost_its_marker_keeps_what_is_in_ram(place: Place, pr
     marker.unlink()
     assert await place.newest("p") == 3
     assert decode_marker(marker.read_bytes(), "") == known
-
-
-async def test_a_snapshot_by_hard_links_is_a_copy(place: Place) -> None:
-    await place.killed("p", 1, promote="always")
-    await place.killed("p", 2)
-    shutil.copytree(place.base / "p", place.base / "snapshot", copy_function=os.link)
-    with pytest.raises(Conflict, match="is a copy of the store at"):
-        await CheckpointStore.open(place.at("snapshot"))
-    assert await place.newest("p") == 2
 
 
 # -- who looks --------------------------------------------------------------------------------------------

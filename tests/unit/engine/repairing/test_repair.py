@@ -12,10 +12,8 @@ from support.insight import flip_chunk
 from support.scenes import SOON, Heard, assert_restored, config, folder, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.events import ChunkRepaired
-from tieredckpt.format.manifest import ArrayIndex, Chunk
 
 
 @pytest.mark.parametrize("repaired", [False, True], ids=["saved again", "and repaired"])
@@ -46,15 +44,8 @@ async def test_a_lost_chunk_that_comes_back_while_a_step_is_repaired_is_not_lost
 async def test_bytes_in_an_index_that_two_find_damaged_are_repaired_once(
     scene: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier, heard = scene.tier, Heard(scene.store)
-
-    async def commit_wrong_bytes() -> None:
-        index = await step_index.load(tier, scene.step)
-        half = index.arrays["half"]
-        wrong = ArrayIndex(half.grid, half.dtype, [Chunk(half.chunks[0].digest, bytes(80))])
-        await commit_file.commit(tier, index.record, {**index.arrays, "half": wrong})
-
-    await scene.store._life.loop.call(commit_wrong_bytes())
+    heard = Heard(scene.store)
+    await scene.damage_index()
     held = faults["disk"].hold("put", key="steps/*1-*/btree*")
     both = asyncio.gather(*(scene.store.verify(1, "disk", repair=True) for _ in range(2)))
     await held.reached()

@@ -319,30 +319,28 @@ async def test_a_commit_that_cannot_be_encoded_fails_its_promotion_and_no_other(
     assert all(found.intact for found in await scene.store.verify(3))
 
 
-async def test_a_commit_that_failed_after_it_had_happened_leaves_no_manifest(scene: Scene, faults: FaultyTiers) -> None:
-    """As of a put whose answer was lost, and that was refused when it was repeated."""
-    await scene.store.save(3, tree(3))
-    faults["disk"].fail("put", Conflict("another writes"), key="steps/*3-*/manifest.ocdbt", after=True)
-    with pytest.raises(Conflict):
-        await scene.store.promote(3, "disk")
-    assert not list(scene.disk.glob("steps/*3-*/manifest.ocdbt"))
-    assert await scene.store.where(3) == ("ram",)
-    await scene.store.promote(3, "disk")
-    assert all(found.intact for found in await scene.store.verify(3))
-
-
-async def test_a_commit_that_was_cancelled_after_it_had_happened_leaves_no_manifest(
-    scene: Scene, faults: FaultyTiers
+@pytest.mark.parametrize("cancelled", [False, True], ids=["failed", "cancelled"])
+async def test_a_commit_that_ended_otherwise_after_it_had_happened_leaves_no_manifest(
+    scene: Scene, faults: FaultyTiers, cancelled: bool
 ) -> None:
-    """The step counts as not held, and its packs as dead."""
+    """As of a put whose answer was lost, and that was refused when it was repeated.
+
+    The step counts as not held, and its packs as dead.
+    """
     await scene.store.save(3, tree(3))
-    held = faults["disk"].hold("put", key="steps/*3-*/manifest.ocdbt", after=True)
-    promoting = asyncio.create_task(scene.store.promote(3, "disk"))
-    await held.reached()
-    promoting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await promoting
-    await scene.store.collect()
+    manifest = "steps/*3-*/manifest.ocdbt"
+    if cancelled:
+        held = faults["disk"].hold("put", key=manifest, after=True)
+        promoting = asyncio.create_task(scene.store.promote(3, "disk"))
+        await held.reached()
+        promoting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await promoting
+        await scene.store.collect()
+    else:
+        faults["disk"].fail("put", Conflict("another writes"), key=manifest, after=True)
+        with pytest.raises(Conflict):
+            await scene.store.promote(3, "disk")
     assert not list(scene.disk.glob("steps/*3-*/manifest.ocdbt"))
     assert await scene.store.where(3) == ("ram",)
     await scene.store.promote(3, "disk")

@@ -101,12 +101,8 @@ async def test_what_may_be_deleted_is_not_called_damaged_to_who_restores_it(
 async def test_what_was_deleted_by_hand_is_gone_though_the_answer_was_lost(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
-    everything = folder(tmp_path / "disk", retain="all")
-    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
+    async with two_steps(shared_memory, tmp_path) as store:
         heard = Heard(store)
-        await store.save(1, tree(1))
-        await store.save(2, tree(2))
-        await store.flush()
         faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST, after=True)
         with pytest.raises(TierUnavailable):
             await store.evict(1, "disk")
@@ -240,12 +236,8 @@ async def test_who_waits_for_a_step_hears_that_its_deletion_was_not_done(
 async def test_what_a_new_look_at_the_tier_finds_is_not_told_to_be_gone(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
-    everything = folder(tmp_path / "disk", retain="all")
-    async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": everything})) as store:
+    async with two_steps(shared_memory, tmp_path) as store:
         heard = Heard(store)
-        await store.save(1, tree(1))
-        await store.save(2, tree(2))
-        await store.flush()
         disk = faults["disk"]
         disk.fail("delete", TierUnavailable("no answer"), key=MANIFEST)
         disk.fail("stat", TierUnavailable("no answer"), key=MANIFEST)  # the tier fails before it is found out,

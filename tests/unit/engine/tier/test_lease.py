@@ -261,9 +261,8 @@ async def test_a_tier_is_not_opened_again_while_another_writer_is_at_work(disk: 
     async with CheckpointStore.open(settings) as store:
         await store.save(1, tree(1))
         engine, tier = store._life.engine, tier_of(store, "disk")
-        (mine,) = (disk / "leases").iterdir()
+        lose_lease(disk)
         other = lease(disk, time.time() + 1000, taken_at=time.time())
-        mine.unlink()
         with pytest.raises(Conflict, match=r"tier 'disk'.* is being written to by process .* on node17"):
             await store._life.loop.call(connect_late(engine.state, tier))
         with pytest.raises(TierUnavailable, match="another one has been there"):
@@ -282,8 +281,7 @@ async def test_a_writer_that_was_paused_while_another_came_and_went_reads_anew_w
     async with CheckpointStore.open(settings) as paused:
         await (await paused.save(1, tree(1))).reached("disk")
         await taken_over(disk, lease_ttl=1000, grace=2000)
-        now = lease_module._now
-        monkeypatch.setattr(lease_module, "_now", lambda: now() + 1001)
+        later(monkeypatch, 1001)
         heard = Heard(paused)
         await paused.save(3, tree(1))  # of the values of step 1
         await heard.first(TierRecovered)
@@ -304,15 +302,13 @@ async def test_nothing_is_deleted_once_another_writer_has_been_there(
         delete, paused = PosixStore.delete, []
         await (await store.save(2, tree(2))).reached("disk")
         packs = {path.name for path in (disk / "packs").rglob("*") if path.is_file()}
-        now = lease_module._now
 
         async def then_pause(self: PosixStore, key: str) -> None:
             await delete(self, key)
             if key.startswith("steps/") and not paused:
                 paused.append(key)
-                (mine,) = (disk / "leases").iterdir()
-                mine.unlink()
-                monkeypatch.setattr(lease_module, "_now", lambda: now() + 2 * on_disk.lease_ttl)
+                lose_lease(disk)
+                later(monkeypatch, 2 * on_disk.lease_ttl)
 
         monkeypatch.setattr(PosixStore, "delete", then_pause)
         with pytest.raises(TierUnavailable, match="another one has been there"):
@@ -329,12 +325,10 @@ async def test_a_writer_that_was_paused_evicts_nothing_before_it_knows_what_ther
     async with CheckpointStore.open(settings) as paused:
         for step in 1, 2:
             await (await paused.save(step, tree(step))).reached("disk")
-        (mine,) = (disk / "leases").iterdir()
-        mine.unlink()  # taken for dead
+        lose_lease(disk)
         async with CheckpointStore.open(settings) as other:
             await other.delete(2, force=True)
-        now = lease_module._now
-        monkeypatch.setattr(lease_module, "_now", lambda: now() + 1001)
+        later(monkeypatch, 1001)
         with pytest.raises(TierUnavailable, match="another one has been there"):
             await paused.evict(1, "disk")
     async with CheckpointStore.open(settings, read_only=True) as reader:

@@ -8,7 +8,6 @@ import shutil
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from reliability.tiers import FaultyTiers
 from support.commit_scene import Scene
 from support.insight import flip, flip_chunk
@@ -16,8 +15,6 @@ from support.insight import flip, flip_chunk
 from tieredckpt.engine.keeping.used_packs import packs_by_step
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.repairing import repair
-from tieredckpt.engine.tier import commit_file, step_index
-from tieredckpt.format.manifest import Chunk
 from tieredckpt.testing.faulty import Faulty
 
 
@@ -120,16 +117,7 @@ async def test_a_small_array_that_is_repaired_while_its_step_is_repacked_takes_n
     quiet: Scene, faults: FaultyTiers
 ) -> None:
     call, tier = quiet.store._life.loop.call, quiet.tier
-
-    async def commit_wrong_bytes() -> None:
-        index = await step_index.load(tier, quiet.step)
-        half = index.arrays["half"]
-        (chunk,) = half.chunks
-        assert isinstance(chunk.where, bytes)
-        wrong = replace(half, chunks=[Chunk(chunk.digest, bytes(len(chunk.where)))])
-        await commit_file.commit(tier, index.record, {**index.arrays, "half": wrong})
-
-    await call(commit_wrong_bytes())
+    await quiet.damage_index()
     reading, may_read = asyncio.Event(), asyncio.Event()
     read_good = repair._read_good
 
