@@ -89,6 +89,13 @@ def assert_restored(found: Restored | SyncRestored | None, expected: Any) -> Non
     assert_same(found.tree, expected)
 
 
+async def save_steps(store: CheckpointStore, *steps: int, to: str = "") -> None:
+    """Save the `tree` of each step, and wait until that tier has it; until all have what is due, if none is named."""
+    for step in steps:
+        checkpoint = await store.save(step, tree(step))
+        await (checkpoint.reached(to) if to else store.flush())
+
+
 class Heard:
     """The events of a store, in their order, and waiting for one."""
 

@@ -12,7 +12,19 @@ import tensorstore as ts
 from support.cohort import cohort
 from support.insight import flip_chunk
 from support.lossy import SEVEN_BITS, close_to, derived_in, drop_from_ram, lossy_config
-from support.scenes import Heard, assert_same, config, crash, files_below, files_under, folder, pack_bytes, ram, tree
+from support.scenes import (
+    Heard,
+    assert_same,
+    config,
+    crash,
+    files_below,
+    files_under,
+    folder,
+    pack_bytes,
+    ram,
+    save_steps,
+    tree,
+)
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -150,8 +162,7 @@ async def two_lossy_tiers(tmp_path: Path, shared_memory: Path) -> StoreConfig:
     }
     settings_ = config(tiers, name="two")
     async with CheckpointStore.open(settings_) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     return settings_
 
 
@@ -219,9 +230,7 @@ async def test_what_does_not_fit_the_step_is_not_looked_for_in_a_lossy_copy(
 async def test_training_goes_on_from_a_lossy_copy_and_says_so(tmp_path: Path, shared_memory: Path) -> None:
     settings_ = lossy_config(tmp_path, shared_memory)
     async with CheckpointStore.open(settings_) as store:
-        for step in (1, 2):
-            await store.save(step, tree(step))
-            await store.flush()
+        await save_steps(store, 1, 2)
     shutil.rmtree(tmp_path / "disk")
     async with CheckpointStore.open(settings_) as store:
         with pytest.raises(NotFound, match="lossy copy is on 'archive': pass lossy=True"):
@@ -251,8 +260,7 @@ async def test_what_goes_back_to_a_lossy_copy_says_so_also_when_the_newest_step_
 ) -> None:
     settings_ = lossy_config(tmp_path, shared_memory)
     async with CheckpointStore.open(settings_) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     shutil.rmtree(tmp_path / "disk")
     async with CheckpointStore.open(settings_) as store:
         found = await store.restore(lossy=True)
@@ -278,9 +286,7 @@ async def test_a_lossy_copy_is_off_the_branch_once_a_save_has_forked(tmp_path: P
         return config(tiers)
 
     async with CheckpointStore.open(on("one")) as store:
-        for step in (2, 3):
-            await store.save(step, tree(step))
-            await store.flush()
+        await save_steps(store, 2, 3)
     async with CheckpointStore.open(on("other")) as store:
         assert (await store.restore()).step == 2
         assert [(info.step, info.tiers, info.off_branch) for info in await store.steps()] == [
@@ -298,8 +304,7 @@ async def test_a_lossy_copy_is_off_the_branch_once_a_save_has_forked(tmp_path: P
 async def test_rounding_what_was_restored_changes_nothing_more(tmp_path: Path, shared_memory: Path) -> None:
     settings_ = lossy_config(tmp_path, shared_memory)
     async with CheckpointStore.open(settings_) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         written = pack_bytes(derived_in(tmp_path))
     shutil.rmtree(tmp_path / "disk")
     async with CheckpointStore.open(settings_) as store:
@@ -314,8 +319,7 @@ async def test_rounding_what_was_restored_changes_nothing_more(tmp_path: Path, s
 async def test_a_damaged_lossy_copy_is_derived_again_from_an_exact_one(tmp_path: Path, shared_memory: Path) -> None:
     async with CheckpointStore.open(lossy_config(tmp_path, shared_memory)) as store:
         heard = Heard(store)
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         before = ts.open(await store.spec(1, "params/w0", "archive")).result().read().result()
         for pack in (tmp_path / "archive" / "derived" / "packs").rglob("*.pack"):
             data = bytearray(pack.read_bytes())
@@ -337,8 +341,7 @@ async def test_a_damaged_lossy_copy_is_derived_again_from_an_exact_one(tmp_path:
 
 async def test_a_lossy_copy_whose_packs_are_gone_is_derived_again(tmp_path: Path, shared_memory: Path) -> None:
     async with CheckpointStore.open(lossy_config(tmp_path, shared_memory)) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         for pack in derived_in(tmp_path).glob("packs/*/*.pack"):
             pack.unlink()
         await store.collect()
@@ -350,8 +353,7 @@ async def test_a_lossy_copy_whose_packs_are_gone_is_derived_again(tmp_path: Path
 async def test_a_damaged_commit_of_a_lossy_copy_is_made_anew(tmp_path: Path, shared_memory: Path) -> None:
     settings_ = lossy_config(tmp_path, shared_memory)
     async with CheckpointStore.open(settings_) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     manifest = next((tmp_path / "archive" / "derived" / "steps").rglob("manifest.ocdbt"))
     manifest.write_bytes(b"torn")
     async with CheckpointStore.open(settings_) as store:
@@ -390,9 +392,7 @@ async def test_packs_of_a_lossy_tier_are_rewritten_though_no_exact_copy_is_left(
 async def test_retention_and_deletion_count_the_derived_step(tmp_path: Path, shared_memory: Path) -> None:
     settings_ = lossy_config(tmp_path, shared_memory, retain={"kind": "last_n", "n": 2})
     async with CheckpointStore.open(settings_) as store:
-        for step in range(1, 5):
-            await store.save(step, tree(step))
-            await store.flush()
+        await save_steps(store, *range(1, 5))
         assert [info.step for info in await store.steps() if info.lossy] == [3, 4]
         await store.delete(3)
         assert [info.step for info in await store.steps() if info.lossy] == [4]
@@ -402,9 +402,7 @@ async def test_retention_and_deletion_count_the_derived_step(tmp_path: Path, sha
 
 async def test_a_deletion_that_is_refused_leaves_the_lossy_copy(tmp_path: Path, shared_memory: Path) -> None:
     async with CheckpointStore.open(lossy_config(tmp_path, shared_memory)) as store:
-        for step in (1, 2):
-            await store.save(step, tree(step))
-            await store.flush()
+        await save_steps(store, 1, 2)
         state = store._life.open_engine.state
         async with pinned(state.tier("ram"), state.find(1)):
             with pytest.raises(Conflict, match="is being read"):
@@ -416,8 +414,7 @@ async def test_no_save_waits_for_what_a_lossy_tier_reads_that_does_not_answer(
     tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with CheckpointStore.open(lossy_config(tmp_path, shared_memory)) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         state = store._life.open_engine.state
         first, (archive,) = state.tier("ram"), state.derived
         async with pinned(first, state.find(1)):
@@ -432,8 +429,7 @@ async def test_a_step_waits_in_ram_until_it_was_derived(tmp_path: Path, shared_m
     archive = folder(tmp_path / "archive", lossy=SEVEN_BITS, rate_limit="500 KB/s", retain="all")
     settings_ = config({"ram": ram(shared_memory, capacity="1 MiB"), "disk": disk, "archive": archive}, name="lossy")
     async with CheckpointStore.open(settings_) as store:
-        for step in range(1, 9):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, *range(1, 9), to="disk")
         await store.flush()
         assert [info.step for info in await store.steps() if info.lossy] == list(range(1, 9))
 
@@ -455,12 +451,10 @@ async def test_a_lossy_tier_that_fails_never_fails_a_save(tmp_path: Path, shared
 async def test_a_reader_sees_lossy_copies_come(tmp_path: Path, shared_memory: Path) -> None:
     settings_ = lossy_config(tmp_path, shared_memory)
     async with CheckpointStore.open(settings_) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         async with CheckpointStore.open(settings_, read_only=True) as reader:
             assert [info.lossy for info in await reader.steps()] == [("archive",)]
-            await store.save(2, tree(2))
-            await store.flush()
+            await save_steps(store, 2)
             assert [info.lossy for info in await reader.steps()] == [("archive",), ("archive",)]
             await drop_from_ram(store)
             found = await reader.restore(1, lossy=True)
@@ -475,9 +469,7 @@ async def test_an_agent_derives_and_its_trainer_knows(tmp_path: Path, shared_mem
     settings_ = plain.model_copy(update={"promote_in": "agent"})
     async with CheckpointStore.open(settings_) as store:
         heard = Heard(store)
-        for step in (1, 2):
-            await store.save(step, tree(step))
-            await store.flush()
+        await save_steps(store, 1, 2)
         assert [info.lossy for info in await store.steps()] == [("archive",), ("archive",)]
         assert {event.tier for event in heard.of(StepPromoted)} == {"disk", "archive"}
         (found,) = await store.verify(2, "archive")
@@ -501,9 +493,7 @@ async def test_a_step_of_which_only_a_damaged_lossy_copy_is_left_can_be_verified
 ) -> None:
     settings_ = lossy_config(tmp_path, shared_memory).model_copy(update={"promote_in": promote_in})
     async with CheckpointStore.open(settings_) as store:
-        for step in (1, 2):
-            await store.save(step, tree(step))
-            await store.flush()
+        await save_steps(store, 1, 2)
         await drop_from_ram(store)
         first, _ = await store.steps()
         assert (first.tiers, first.lossy) == ((), ("archive",))
@@ -548,6 +538,5 @@ async def test_several_ranks_are_refused_a_lossy_tier_without_a_tier_before_it_t
             pass
     assert not (tmp_path / "archive").exists()
     async with CheckpointStore.open(config(tiers, name="test")) as store:  # one has whole steps in RAM
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         assert (await store.steps())[0].lossy == ("archive",)

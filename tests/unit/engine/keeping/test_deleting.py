@@ -15,7 +15,7 @@ from support.agents import end_agent
 from support.cohort import RanksPlace, cohort
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import SOON, Heard, assert_restored, config, folder, pack_bytes, ram, tree
+from support.scenes import SOON, Heard, assert_restored, config, folder, pack_bytes, ram, save_steps, tree
 
 from tieredckpt import CheckpointStore, Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import StepEvicted, TierFailed, TierRecovered
@@ -38,8 +38,7 @@ class Place:
     async def opened(self, *steps: int) -> AsyncIterator[CheckpointStore]:
         """The store, with those steps on RAM and disk."""
         async with CheckpointStore.open(self.config) as store:
-            for step in steps:
-                await (await store.save(step, tree(step))).reached("disk")
+            await save_steps(store, *steps, to="disk")
             yield store
 
 
@@ -61,8 +60,7 @@ async def test_a_deleted_step_is_on_no_tier_and_does_not_come_back(place: Place)
         assert pack_bytes(place.disk) < before  # its space is back
         with pytest.raises(NotFound):
             await store.delete(2)
-        await store.save(4, tree(4))
-        await store.flush()
+        await save_steps(store, 4)
         assert await store.all_steps() == (1, 3, 4)
     async with place.opened() as store:
         assert await store.all_steps() == (1, 3, 4)
@@ -157,8 +155,7 @@ async def test_where_a_tier_is_silent_nothing_is_deleted_but_by_force(
 ) -> None:
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
     async with CheckpointStore.open(settings) as store:
-        for step in (1, 2):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, 1, 2, to="disk")
         heard = Heard(store)
         faults.kill("disk")
         await store.save(3, tree(3))  # which finds out that it is dead
@@ -181,8 +178,7 @@ async def test_by_force_a_step_is_deleted_without_a_word_from_a_tier_that_has_ju
     limit(monkeypatch, first_retry=SOON)
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
     async with CheckpointStore.open(settings) as store:
-        for step in (1, 2):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, 1, 2, to="disk")
         faults.kill("disk")
         with pytest.raises(TierUnavailable):
             await (await store.save(3, tree(3))).reached("disk")
@@ -215,8 +211,7 @@ async def test_a_step_is_not_promoted_while_it_is_deleted(
     far = folder(tmp_path / "far", promote={"kind": "on_signal", "signal": "now"}, retain="all")
     tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all"), "far": far}
     async with CheckpointStore.open(config(tiers)) as store:
-        for step in (1, 2):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, 1, 2, to="disk")
         disk = faults["disk"].hold("delete", key="steps/*")
         deleting = asyncio.create_task(store.delete(2, force=True))
         await disk.reached()
@@ -346,7 +341,7 @@ async def test_of_two_deletions_one_that_is_cancelled_leaves_the_other_whole(
     tiers = {"ram": ram(shared_memory), "disk": disk, "archive": archive, "far": far}
     async with CheckpointStore.open(config(tiers)) as store:
         for step in (1, 2):
-            await (await store.save(step, tree(step))).reached("disk")
+            await save_steps(store, step, to="disk")
             await store.promote(step, "archive")
         await store.evict(1, "disk")
         first, second = (faults["disk"].hold("delete", key="steps/*-000002/*", nth=n) for n in (1, 2))

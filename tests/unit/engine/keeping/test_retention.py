@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 from reliability.tiers import FaultyTiers
-from support.scenes import Heard, config, crash, folder, ram, tree
+from support.scenes import Heard, config, crash, folder, ram, save_steps, tree
 from tieredckpt_policies.retention import LastN
 
 from tieredckpt import CheckpointStore
@@ -73,9 +73,7 @@ async def test_each_tier_keeps_what_its_own_policy_retains(shared_memory: Path, 
         }
     )
     async with CheckpointStore.open(settings) as store:
-        for step in range(10):
-            await store.save(step, tree(step))
-            await store.flush()
+        await save_steps(store, *range(10))
         steps = await store.steps()
         assert on("ram", steps) == [6, 7, 8, 9]  # all that fit: memory that is there costs nothing
         assert on("disk", steps) == [7, 8, 9]
@@ -87,8 +85,7 @@ async def test_serials_of_no_step_are_no_answer_and_every_step_stays(
 ) -> None:
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path, retain={"kind": "test_serials_at_first"})})
     async with CheckpointStore.open(settings) as store:
-        for step in (100, 200, 300):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, 100, 200, 300, to="disk")
         await store.flush()
         assert on("disk", await store.steps()) == [100, 200, 300]
     assert "a policy of tier 'disk' failed; nothing is evicted from it" in caplog.text
@@ -112,8 +109,7 @@ def test_what_few_steps_a_tier_retains_is_not_compared_with_the_thousands_of_a_n
 async def test_what_left_a_tier_does_not_come_back(shared_memory: Path, tmp_path: Path, again: bool) -> None:
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path, retain={"kind": "last_n", "n": 1})})
     store = await CheckpointStore.open(settings)
-    for step in range(4):
-        await (await store.save(step, tree(step))).reached("disk")
+    await save_steps(store, *range(4), to="disk")
     await store.flush()
     if again:
         await crash(store)
@@ -134,8 +130,7 @@ async def test_what_was_evicted_by_hand_comes_back_by_hand_alone(tmp_path: Path)
         await store.evict(1, "far")
         with pytest.raises(NotFound, match="does not hold step 1"):
             await store.evict(1, "far")
-        await store.save(2, tree(2))
-        await store.flush()
+        await save_steps(store, 2)
         assert await store.where(1) == ("near",)
         with pytest.raises(NotFound, match="not due on tier 'far'"):
             await checkpoint.reached("far")
@@ -184,9 +179,7 @@ async def test_events_tell_each_step_of_the_way_in_order(shared_memory: Path, tm
             raise RuntimeError("a listener with a bug")
 
         store.subscribe(deaf)
-        for step in (1, 2):
-            await store.save(step, tree(step))
-            await store.flush()
+        await save_steps(store, 1, 2)
         kinds = [(type(event), event.step, event.tier) for event in heard.events]
         assert kinds == [
             (StepSaved, 1, "ram"),

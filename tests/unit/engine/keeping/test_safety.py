@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reliability.tiers import FaultyTiers
 from support.commit_scene import opened_scene
-from support.scenes import assert_restored, config, folder, ram, tree
+from support.scenes import assert_restored, config, folder, ram, save_steps, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives, Traits
@@ -92,8 +92,7 @@ async def test_an_eviction_tells_that_its_tier_does_not_answer_where_no_last_cop
 ) -> None:
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path, retain="all")})
     async with CheckpointStore.open(settings) as store:
-        for step in (1, 2):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, 1, 2, to="disk")
         faults.kill("disk")
         with pytest.raises(TierUnavailable):
             await (await store.save(3, tree(3))).reached("disk")
@@ -199,8 +198,7 @@ async def test_a_copy_whose_packs_are_known_to_be_gone_is_no_good_copy(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
     async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         delete_packs(tmp_path / "disk")
         faults["disk"].fail("put", NoSpace("the device is full"), key="packs/*", times=None)
         await store.collect()
@@ -239,8 +237,7 @@ async def test_a_copy_that_is_found_whole_again_is_a_good_copy(shared_memory: Pa
     where = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
     async with CheckpointStore.open(where) as store:
         for step in (1, 2):
-            await store.save(step, tree(step))
-            await store.flush()
+            await save_steps(store, step)
             await store.evict(step, "ram")
         (tmp_path / "disk/packs").rename(tmp_path / "disk/away")
         await store.collect()
@@ -253,11 +250,9 @@ async def test_a_copy_that_is_found_whole_again_is_a_good_copy(shared_memory: Pa
 
 async def two_on_disk_alone(store: CheckpointStore, place: Path) -> set[Path]:
     """Save two steps that the disk alone holds; returns the packs of the second."""
-    await store.save(1, tree(1))
-    await store.flush()
+    await save_steps(store, 1)
     before = {*place.glob("packs/*/*.pack")}
-    await store.save(2, tree(2))
-    await store.flush()
+    await save_steps(store, 2)
     for step in (1, 2):
         await store.evict(step, "ram")
     return {*place.glob("packs/*/*.pack")} - before
@@ -275,8 +270,7 @@ async def test_the_step_before_one_that_lacks_packs_on_all_tiers_is_not_deleted(
         await store.verify(2, repair=True)
         with pytest.raises(Conflict, match="last good copy"):
             await store.evict(1, "disk")
-        await store.save(3, tree(3))
-        await store.flush()
+        await save_steps(store, 3)
         await store.evict(1, "disk")
 
 

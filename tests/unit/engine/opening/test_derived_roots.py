@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.lossy import SEVEN_BITS, derived_in, lossy_config
-from support.scenes import assert_restored, config, files_under, folder, ram, tree
+from support.scenes import assert_restored, config, files_under, folder, ram, save_steps, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.errors import Conflict, Corrupt
@@ -20,8 +20,7 @@ async def test_exact_readers_refuse_a_root_of_derived_steps_and_the_reverse(
     tmp_path: Path, shared_memory: Path
 ) -> None:
     async with CheckpointStore.open(lossy_config(tmp_path, shared_memory)) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     marker = json.loads((tmp_path / "archive" / "derived" / layout.MARKER).read_bytes())
     assert marker["format_version"] == layout.DERIVED_VERSION
     with pytest.raises(Conflict, match="is a root of derived steps"):
@@ -38,9 +37,7 @@ async def test_a_place_may_have_exact_and_derived_steps_as_two_tiers(tmp_path: P
     exact = folder(place, retain={"kind": "last_n", "n": 1})
     settings_ = config({"ram": ram(shared_memory), "exact": exact, "small": folder(place, lossy=SEVEN_BITS)})
     async with CheckpointStore.open(settings_) as store:
-        for step in (1, 2):
-            await store.save(step, tree(step))
-            await store.flush()
+        await save_steps(store, 1, 2)
         await store.collect()
         assert [(info.tiers, info.lossy) for info in await store.steps()][-1] == (("ram", "exact"), ("small",))
     async with CheckpointStore.open(config({"exact": exact})) as store:
@@ -59,8 +56,7 @@ async def test_a_place_with_lossy_copies_of_another_store_alone_is_no_new_store(
     """As where the folders of an exact tier and of a lossy one were swapped: it opened, and was empty."""
     settings_ = lossy_config(tmp_path, shared_memory)
     async with CheckpointStore.open(settings_) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     for name, other in (("disk", "aside"), ("archive", "disk"), ("aside", "archive")):
         (tmp_path / name).rename(tmp_path / other)
     before = files_under(tmp_path)
@@ -73,8 +69,7 @@ async def test_a_place_with_lossy_copies_of_another_store_alone_is_no_new_store(
 async def test_old_packs_of_the_place_are_untouched_when_a_tier_is_given_rules(tmp_path: Path) -> None:
     plain = config({"disk": folder(tmp_path / "disk"), "archive": folder(tmp_path / "archive")})
     async with CheckpointStore.open(plain) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     before = files_under(tmp_path / "archive")
     rules = config({"disk": folder(tmp_path / "disk"), "archive": folder(tmp_path / "archive", lossy=SEVEN_BITS)})
     async with CheckpointStore.open(rules) as store:
@@ -94,8 +89,7 @@ async def test_a_root_of_derived_steps_stays_what_it_is_when_its_marker_is_lost(
 ) -> None:
     settings_ = lossy_config(tmp_path, shared_memory)
     async with CheckpointStore.open(settings_) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     marker = derived_in(tmp_path) / layout.MARKER
     marker.unlink()
     with pytest.raises(Conflict, match="is a root of derived steps"):
@@ -109,8 +103,7 @@ async def test_a_root_of_derived_steps_stays_what_it_is_when_its_marker_is_lost(
 
 async def test_a_derived_step_among_exact_ones_is_refused(tmp_path: Path, shared_memory: Path) -> None:
     async with CheckpointStore.open(lossy_config(tmp_path, shared_memory)) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     for part in ("steps", "packs"):
         shutil.rmtree(tmp_path / "disk" / part)
         shutil.copytree(derived_in(tmp_path) / part, tmp_path / "disk" / part)

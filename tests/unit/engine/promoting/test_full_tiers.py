@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from reliability.tiers import FaultyTiers
-from support.scenes import CHUNK, Heard, assert_restored, config, files_under, folder, ram, tree
+from support.scenes import CHUNK, Heard, assert_restored, config, files_under, folder, ram, save_steps, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -37,8 +37,7 @@ async def test_a_tier_at_its_capacity_makes_room_and_goes_on(shared_memory: Path
         }
     )
     async with CheckpointStore.open(settings) as store:
-        for step in range(12):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, *range(12), to="disk")
         await store.flush()
         assert sum(files_under(disk).values()) <= capacity + CHUNK
         assert "disk" in await store.where(11)
@@ -50,8 +49,7 @@ async def test_a_full_tier_that_comes_back_gives_up_no_more_steps_than_a_newer_o
     far = folder(disk, capacity=14 * 4 * CHUNK, retain={"kind": "last_n", "n": 1})
     async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": far})) as store:
         heard = Heard(store)
-        for step in (1, 2, 3):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, 1, 2, 3, to="disk")
         faults.kill("disk")
         await store.save(4, tree(4))
         await heard.first(TierFailed)

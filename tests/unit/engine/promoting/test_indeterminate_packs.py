@@ -16,7 +16,7 @@ from reliability.memory import MemoryBlobs, Objects
 from support.cohort import cohort
 from support.insight import index_of
 from support.limits import limit
-from support.scenes import CHUNK, assert_restored, config, crash, ram, tree
+from support.scenes import CHUNK, assert_restored, config, crash, ram, save_steps, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import Survives
@@ -81,8 +81,7 @@ async def test_a_pack_whose_footer_came_before_its_chunks_lends_none(
     shared_memory: Path, objects: Objects, in_pieces: None
 ) -> None:
     store = await opened(shared_memory)
-    await store.save(1, tree(1))
-    await store.flush()
+    await save_steps(store, 1)
     await crash(store)
     (pack,) = packs(objects)
     # As a crash between the pieces of its put leaves it: the step was never committed.
@@ -122,8 +121,7 @@ async def test_of_two_copies_of_a_repaired_chunk_the_next_process_refers_to_the_
     first: Callable[[list[str]], list[str]],
 ) -> None:
     store = await opened(shared_memory)
-    await store.save(1, tree(1))
-    await store.flush()
+    await save_steps(store, 1)
     damaged = await repaired(store, objects)
     assert (await place_of(store, 1, "params/w0")).path != damaged.path
     assert damaged.path in packs(objects), "its other chunks are in use"
@@ -146,8 +144,7 @@ async def test_a_damaged_copy_that_outlived_the_good_one_is_not_referred_to(
 ) -> None:
     """The repaired step is evicted, and a crash comes when of the packs that go only the good one has gone."""
     store = await opened(shared_memory)
-    await store.save(1, tree(1))
-    await store.flush()
+    await save_steps(store, 1)
     await repaired(store, objects)
     good = await place_of(store, 1, "params/w0")
     await crash(store)
@@ -163,8 +160,7 @@ async def test_what_a_committed_step_refers_to_is_not_read_to_be_referred_to_aga
     shared_memory: Path, objects: Objects, slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(shared_memory) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     monkeypatch.setattr(dedupe, "read_chunk", unexpected)
     async with opened(shared_memory) as store:
         await store.save(2, tree(1) | {"epoch": 2})
@@ -178,8 +174,7 @@ async def test_a_pack_that_another_writer_has_deleted_lends_none(
 ) -> None:
     limit(monkeypatch, steps_asked=0)  # or they would vouch for it
     async with opened(shared_memory) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     async with opened(shared_memory) as store:
         (pack,) = packs(objects)
         del objects.data[pack]
@@ -196,8 +191,7 @@ async def test_a_step_whose_index_is_lost_keeps_no_newer_one_from_the_tier(
     shared_memory: Path, objects: Objects, torn: bool, codec: str
 ) -> None:
     async with opened(shared_memory, codec) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     async with opened(shared_memory, codec) as store:
         for key in [key for key in objects.data if "/btree" in key]:
             if torn:
@@ -250,8 +244,7 @@ async def test_a_damaged_marker_beside_steps_is_no_new_store(
     shared_memory: Path, objects: Objects, in_pieces: None
 ) -> None:
     async with opened(shared_memory) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     del objects.data[layout.MARKER][5:]
     shutil.rmtree(shared_memory / "of-test", ignore_errors=True)
     async with opened(shared_memory) as store:
@@ -269,8 +262,7 @@ async def test_a_commit_that_takes_the_place_of_a_longer_one_is_never_half_there
     monkeypatch.setattr(secrets, "token_hex", lambda n: next(names, token_hex(n)) if n == 4 else token_hex(n))
     with slow_stores(lambda: MemoryBlobs(objects, pieces=64 << 10, survives=Survives.NODE, journal=journal)):
         async with opened(shared_memory) as store:
-            await store.save(1, tree(1))
-            await store.flush()
+            await save_steps(store, 1)
             for _ in range(2):  # the second name of the nodes, which the manifest holds, is the shorter one
                 where = await place_of(store, 1, "params/w0")
                 objects.data[where.path][where.offset] ^= 1

@@ -24,6 +24,7 @@ from support.scenes import (
     folder,
     leases,
     ram,
+    save_steps,
     tree,
 )
 
@@ -64,8 +65,7 @@ async def test_a_tier_that_dies_is_bypassed_reported_and_caught_up(
 ) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         heard = Heard(store)
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         faults.kill("disk", error("the cable was pulled"))
         checkpoints = [await store.save(step, tree(step)) for step in (2, 3)]
         failed = await heard.first(TierFailed)
@@ -91,8 +91,7 @@ async def test_a_restore_reads_another_tier_where_one_raises_an_error_of_its_own
     three_tiers: StoreConfig, faults: FaultyTiers
 ) -> None:
     async with CheckpointStore.open(three_tiers) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         await store.evict(1, "ram")
         faults.kill("disk", RuntimeError("of a library"))
         restored = await store.restore()
@@ -141,8 +140,7 @@ async def test_a_tier_that_is_dead_at_open_is_caught_up_later(
 
 async def test_an_index_that_is_slow_to_come_holds_nothing_else_up(two_tiers: StoreConfig, faults: FaultyTiers) -> None:
     async with CheckpointStore.open(two_tiers) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     async with CheckpointStore.open(two_tiers) as store:
         slow = faults["disk"].hold("get", key="steps/*/btree")
         reading = asyncio.create_task(store.verify(1, "disk"))
@@ -314,8 +312,7 @@ async def test_a_tier_that_hangs_stops_neither_saves_nor_the_other_tiers(
 ) -> None:
     async with CheckpointStore.open(three_tiers) as store:
         held = faults["disk"].hold("put", key="packs/*")
-        for step in (1, 2, 3):
-            await (await store.save(step, tree(step))).reached("far")
+        await save_steps(store, 1, 2, 3, to="far")
         await held.reached()
         assert "disk" not in await store.where(3)
         held.release()
@@ -450,8 +447,7 @@ async def test_ram_that_goes_away_is_no_failure_of_training(
         assert_same(restored.tree, tree(2))
         assert (await heard.first(TierFailed)).tier == "ram"
         await heard.first(TierRecovered, lambda event: event.tier == "ram")
-        await store.save(3, tree(3))
-        await store.flush()
+        await save_steps(store, 3)
         assert await store.where(3) == ("ram", "disk")
         assert [found.damaged for found in await store.verify(3)] == [(), ()]
 
@@ -490,8 +486,7 @@ async def test_what_was_read_in_ram_that_went_away_is_not_taken_from_the_new_one
 ) -> None:
     async with CheckpointStore.open(two_tiers) as store:
         heard = Heard(store)
-        for step in (1, 2):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, 1, 2, to="disk")
         seen = await store.restore(1, copy=False, resume=False)
         assert seen is not None
         await store.evict(1, "ram")  # whose extents are given back when the view has gone

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reliability.tiers import FaultyTiers
 from support.limits import limit
-from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, ram, tree
+from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, ram, save_steps, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -57,9 +57,7 @@ async def test_off_branch_steps_leave_first_and_never_come_back_by_themselves(
             await store.save(step, tree(step))
         await store.flush()
         await store.restore(step=10)
-        for step in (11, 12):
-            await store.save(step, tree(step))
-            await store.flush()
+        await save_steps(store, 11, 12)
         assert [info.step for info in await store.steps() if "disk" in info.tiers] == [10, 11, 12]
     async with CheckpointStore.open(settings) as store:
         await store.flush()
@@ -74,11 +72,9 @@ async def test_where_room_is_short_off_branch_steps_leave_first(shared_memory: P
         {"ram": ram(shared_memory), "disk": folder(tmp_path, capacity=room, retain={"kind": "last_n", "n": 1})}
     )
     async with CheckpointStore.open(settings) as store:
-        for step in (10, 20, 30):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, 10, 20, 30, to="disk")
         await store.restore(step=10)
-        for step in (11, 12):
-            await (await store.save(step, tree(step))).reached("disk")
+        await save_steps(store, 11, 12, to="disk")
         on_disk = [info.step for info in await store.steps() if "disk" in info.tiers]
         assert on_disk == [10, 30, 11, 12]
 
@@ -89,8 +85,7 @@ async def test_serials_keep_clear_of_those_that_a_silent_tier_turns_out_to_have(
     limit(monkeypatch, serials_skipped=1)
     near, far = folder(tmp_path / "near"), folder(tmp_path / "far", retain="all")
     async with CheckpointStore.open(config({"near": near, "far": far})) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     async with CheckpointStore.open(config({"far": far})) as store:
         for step in range(2, 7):
             await store.save(step, {"x": step})
@@ -123,8 +118,7 @@ async def test_a_save_forks_at_an_off_branch_step_that_was_restored_to_resume(ti
             await store.save(step, tree(step))
         await store.flush()
         await store.restore(step=10)
-        await store.save(11, tree(11))
-        await store.flush()
+        await save_steps(store, 11)
         await store.restore(step=30, resume=True)
         await store.save(31, tree(31))
         lines = {info.step: info.off_branch for info in await store.steps()}
@@ -148,8 +142,7 @@ async def test_a_step_number_is_saved_once_on_a_branch_unless_asked_for(tiers: S
 async def test_serials_jump_over_what_a_silent_tier_may_hold(tmp_path: Path, faults: FaultyTiers) -> None:
     near, far = folder(tmp_path / "near"), folder(tmp_path / "far", retain="all")
     async with CheckpointStore.open(config({"near": near, "far": far})) as store:
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
     # Another run, with the far tier alone, goes on where this one cannot see it.
     async with CheckpointStore.open(config({"far": far})) as store:
         await store.restore()

@@ -12,7 +12,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import SOON, Heard, assert_restored, config, folder, ram, tree
+from support.scenes import SOON, Heard, assert_restored, config, folder, ram, save_steps, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.opening.upkeep import catalogue
@@ -44,16 +44,13 @@ async def test_what_retention_could_not_delete_is_held_or_gone_and_never_damaged
     one = {"kind": "last_n", "n": 1}
     async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": folder(disk, retain=one)})) as store:
         heard = Heard(store)
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         faults["disk"].fail("delete", TierUnavailable("no answer"), key=MANIFEST, after=after)
-        await store.save(2, tree(2))
-        await store.flush()
+        await save_steps(store, 2)
         assert faults.struck["answer lost" if after else "error", "delete"] == 1
         (first, _) = await store.steps()
         assert (first.tiers, first.damaged) == (("ram",) if after else ("ram", "disk"), ())
-        await store.save(3, tree(3))
-        await store.flush()
+        await save_steps(store, 3)
         assert [event.step for event in heard.of(StepEvicted) if event.tier == "disk"] == [1, 2]
         await store.collect()
         assert len(list(disk.glob("steps/*/*"))) == 2
@@ -152,8 +149,7 @@ async def test_what_a_new_look_at_the_tier_does_not_find_is_told_to_be_gone(
     one = folder(tmp_path / "disk", retain={"kind": "last_n", "n": 1})
     async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": one})) as store:
         heard = Heard(store)
-        await store.save(1, tree(1))
-        await store.flush()
+        await save_steps(store, 1)
         disk = faults["disk"]
         disk.fail("delete", TierUnavailable("no answer"), key=MANIFEST, after=True)
         disk.fail("stat", TierUnavailable("no answer"), key=MANIFEST)  # the tier fails before it is found out,
