@@ -708,7 +708,7 @@ async def test_a_rate_bounds_what_is_read() -> None:
     read = 0
     for batch in checked.batches(range(50), lambda _: 100):
         assert sum(100 for _ in batch) <= 250
-        await checked.turn(100 * len(batch))
+        await checked.pace.take(100 * len(batch))
         read += 100 * len(batch)
         assert read <= 250 + 1000 * now[0]
     assert read == 5000
@@ -721,14 +721,14 @@ async def test_a_rate_bounds_what_is_read() -> None:
 
 async def test_a_scrub_takes_the_rate_it_is_given(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[int] = []
-    turn = Checked.turn
+    take = Pace.take
 
-    async def counted(checked: Checked, nbytes: int) -> None:
+    async def counted(pace: Pace, nbytes: int) -> None:
         turns.append(nbytes)
-        assert checked._pace.rate == 1e9
-        await turn(checked, nbytes)
+        assert pace.rate == 1e9
+        await take(pace, nbytes)
 
-    monkeypatch.setattr(Checked, "turn", counted)
+    monkeypatch.setattr(Pace, "take", counted)
     async with saved(place) as store:
         await store.scrub("disk", rate=1e9)
     assert sum(turns) == (2 * len(KEYS) + 2 * (len(KEYS) - 1)) * CHUNK

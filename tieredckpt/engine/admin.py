@@ -17,27 +17,29 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Invalid, NotFound, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["Admin", "DerivedAdmin"]
+__all__ = ["Admin"]
 
 
 class Admin:
-    """Carries out manual operations. Lives on the engine's loop.
+    """Carries out manual operations: on all tiers of the state, or on some. Lives on the engine's loop.
 
     ``promote`` copies a step to a tier and gives the bytes written.
     """
 
-    def __init__(self, state: State, collector: Collector, promote: Callable[[StepId, Tier], Awaitable[int]]) -> None:
+    def __init__(
+        self,
+        state: State,
+        collector: Collector,
+        promote: Callable[[StepId, Tier], Awaitable[int]],
+        tiers: Sequence[Tier] | None = None,
+    ) -> None:
         self._state = state
+        self._tiers = state.tiers if tiers is None else tiers
         self._collector = collector
         self._promote = promote
         self.derived: dict[str, Admin] = {}
         """By name of the tier, what carries out operations on derived steps."""
         self._guards_deletions = asyncio.Lock()
-
-    @property
-    def _tiers(self) -> Sequence[Tier]:
-        """Tiers that a verb works on."""
-        return self._state.tiers
 
     def _of_derived(self, name: str) -> Admin | None:
         return self.derived.get(name) if isinstance(name, str) else None
@@ -104,30 +106,27 @@ class Admin:
         answer keeps its copies.
         """
         async with self._guards_deletions:  # one that fails takes back its tombstones, and no other's
-            await self._delete_copies(steps, force=force)
-
-    async def _delete_copies(self, steps: Collection[StepId], *, force: bool) -> None:
-        tiers = [tier for tier in self._tiers if self._state.manages(tier)]
-        for tier in tiers:
-            check_unread(steps, tier)
-        for theirs in self.derived.values():  # which would be derived again
-            await theirs.delete_copies(steps, force=force)
-        tombstones = {tier.name: set(steps) - tier.steps.tombstones for tier in tiers}
-        for tier in tiers:
-            tier.steps.tombstones.update(steps)  # else a policy may bring back what has left only one tier so far
-        try:
-            for tier in filter(lambda tier: not tier.in_memory and tier.answers, tiers):
-                async with tier.packs.guard:
-                    pass  # a commit under way is seen below; one that comes later sees the tombstone
+            tiers = [tier for tier in self._tiers if self._state.manages(tier)]
             for tier in tiers:
-                for step in steps:
-                    await self._delete_from(tier, step, force=force)
-        except BaseException:
+                check_unread(steps, tier)
+            for theirs in self.derived.values():  # which would be derived again
+                await theirs.delete_copies(steps, force=force)
+            tombstones = {tier.name: set(steps) - tier.steps.tombstones for tier in tiers}
             for tier in tiers:
-                tier.steps.tombstones -= tombstones[tier.name]
-            raise
-        for tier in tiers:
-            await self._collector.collect(tier, orphans=False)
+                tier.steps.tombstones.update(steps)  # else a policy may bring back what has left only one tier so far
+            try:
+                for tier in filter(lambda tier: not tier.in_memory and tier.answers, tiers):
+                    async with tier.packs.guard:
+                        pass  # a commit under way is seen below; one that comes later sees the tombstone
+                for tier in tiers:
+                    for step in steps:
+                        await self._delete_from(tier, step, force=force)
+            except BaseException:
+                for tier in tiers:
+                    tier.steps.tombstones -= tombstones[tier.name]
+                raise
+            for tier in tiers:
+                await self._collector.collect(tier, orphans=False)
 
     async def _delete_from(self, tier: Tier, step: StepId, *, force: bool) -> None:
         def left_alone() -> bool:
@@ -213,11 +212,3 @@ class Admin:
             self._state.check_writable("repair")
         if repair and name is not None:
             self._check_ours(f"repair tier {name!r}", self._state.manages(self._state.any_tier(name)))
-
-
-class DerivedAdmin(Admin):
-    """Manual operations on the derived steps of one tier; ``state`` is the derivation."""
-
-    @property
-    def _tiers(self) -> Sequence[Tier]:
-        return self._state.tiers[-1:]

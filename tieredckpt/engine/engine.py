@@ -23,7 +23,7 @@ from tieredckpt.config.kinds import kind_of
 from tieredckpt.devices.base import Bytes
 from tieredckpt.devices.memory import HostMemory
 from tieredckpt.engine import limits
-from tieredckpt.engine.admin import DerivedAdmin
+from tieredckpt.engine.admin import Admin
 from tieredckpt.engine.exporting.export import ExportInfo
 from tieredckpt.engine.exporting.exporter import Exporter
 from tieredckpt.engine.inventory import Inventory
@@ -159,7 +159,7 @@ class Engine:
         if self._role is not Role.TRAINER:  # whose agent carries them out
             for each in self.state.derivations:
                 collector = self._deriving[each.target.name]
-                admin = DerivedAdmin(each, collector, partial(copy_step, each, collector))
+                admin = Admin(each, collector, partial(copy_step, each, collector), [each.target])
                 self.admin.derived[each.target.name] = admin
         self.background_repair = BackgroundRepair(self.state, self.collector, self.mode.repair_elsewhere)
         flattener = Flattener()

@@ -234,7 +234,7 @@ class Collector:
                         continue
                 elif not late or await step_index.root_key(tier, step) in uncertain.btree_keys:
                     await commit_file.delete_manifest(tier, step)
-                steps.expire(step, grace)
+                steps.resolve(step, grace)
 
     async def _reread(self, tier: Tier, step: StepId) -> bool:
         """Find out which of several commits of a step is on the tier.

@@ -32,18 +32,14 @@ class Checked:
     """What one verification of many steps has read of a tier; ``pace`` bounds the bytes read a second."""
 
     def __init__(self, pace: Pace | None = None) -> None:
-        self._pace = pace or Pace(None)
+        self.pace = pace or Pace(None)
         self.intact: dict[Place, bool] = {}
         """Whether the chunk at each place was intact."""
 
     def batches(self, items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         """Split items of so many bytes each into batches that are read in one go; a single item may be larger."""
-        limit = _BATCH if self._pace.rate is None else min(_BATCH, self._pace.rate * _BATCH_SECONDS)
+        limit = _BATCH if self.pace.rate is None else min(_BATCH, self.pace.rate * _BATCH_SECONDS)
         return batches(items, size, limit)
-
-    async def turn(self, nbytes: int) -> None:
-        """Wait until so many bytes may be read."""
-        await self._pace.take(nbytes)
 
 
 async def find_damage(
@@ -87,7 +83,7 @@ async def _check(state: State, source: StepSource, checked: Checked) -> None:
     read = partial(read_pieces, state, source, source.tier, digested_reads=2 * state.config.copy_threads)
     unread = {place_of(piece): piece for piece in stored if place_of(piece) not in checked.intact}
     for batch in checked.batches((unread[place] for place in sorted(unread)), lambda piece: piece.nbytes):
-        await checked.turn(sum(piece.nbytes for piece in batch))
+        await checked.pace.take(sum(piece.nbytes for piece in batch))
         failed = {id(piece) for piece in await read(batch)}
         if source.silence is not None:
             return  # what was not read is not known to be damaged

@@ -363,12 +363,8 @@ class Steps:
         self.indeterminate[step] = IndeterminateCommit(packs, btree_keys)
         self.indexes.forget(step)
 
-    def resolve(self, step: StepId) -> None:
-        """Forget the failed commit of a step, whose state is known; where commits may come late, `expire` does."""
-        self.expire(step, math.inf)
-
-    def expire(self, step: StepId, grace: float) -> None:
-        """Forget the failed commit of a step; where commits may come late, only ``grace`` seconds after it."""
+    def resolve(self, step: StepId, grace: float = math.inf) -> None:
+        """Forget the failed commit of a step, whose state is known; one that may come late, only after ``grace`` s."""
         if (commit := self.indeterminate.get(step)) is not None and (not self.commits_come_late or commit.age >= grace):
             del self.indeterminate[step]
 
