@@ -22,7 +22,7 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import NoneNode
 
-__all__ = ["Failure", "HeldStep", "brief", "decode", "encode"]
+__all__ = ["Failure", "StepOnTier", "brief", "decode", "encode"]
 
 M = TypeVar("M")
 
@@ -53,12 +53,16 @@ class Failure(msgspec.Struct, frozen=True):
         return _KINDS.get(self.kind, TierUnavailable)(self.text)
 
 
-class HeldStep(msgspec.Struct, frozen=True):
-    """A step on a tier."""
+class StepOnTier(msgspec.Struct, frozen=True):
+    """A step on a tier, as another process is told of it."""
 
     record: StepRecord
     """Without the structure."""
     btree_key: str
+
+    @classmethod
+    def of(cls, record: StepRecord, btree_key: str) -> StepOnTier:
+        return cls(brief(record), btree_key)
 
     @property
     def id(self) -> StepId:

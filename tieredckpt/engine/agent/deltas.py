@@ -18,7 +18,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.views import write_bandwidth
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.wire_types import Failure, HeldStep, brief
+from tieredckpt.engine.wire_types import Failure, StepOnTier
 from tieredckpt.errors import Corrupt
 from tieredckpt.events import (
     ChunkRepaired,
@@ -84,7 +84,7 @@ class Deltas(Generic[D]):
     ``tell(anew, came, gone)`` makes the message: whether it has the whole state, and the steps that came and went.
     """
 
-    def __init__(self, tier: Tier, tell: Callable[[bool, tuple[HeldStep, ...], tuple[StepId, ...]], D]) -> None:
+    def __init__(self, tier: Tier, tell: Callable[[bool, tuple[StepOnTier, ...], tuple[StepId, ...]], D]) -> None:
         self._tier = tier
         self._tell = tell
         self._sent: dict[StepId, str] | None = None
@@ -95,7 +95,7 @@ class Deltas(Generic[D]):
         """The changes since the last call; None if there are none. A step that was committed again has come."""
         anew, sent, held = self._sent is None, self._sent or {}, self._tier.steps.held
         came = tuple(
-            HeldStep(brief(each.record), each.btree_key)
+            StepOnTier.of(each.record, each.btree_key)
             for step, each in held.items()
             if sent.get(step) != each.btree_key
         )
@@ -112,7 +112,7 @@ class Deltas(Generic[D]):
 def ram_deltas(state: State) -> Deltas[InRam]:
     """Deltas of RAM, the branch and the signals, which the trainer sends."""
 
-    def tell(anew: bool, held: tuple[HeldStep, ...], gone: tuple[StepId, ...]) -> InRam:
+    def tell(anew: bool, held: tuple[StepOnTier, ...], gone: tuple[StepId, ...]) -> InRam:
         signals, used = tuple(sorted(state.observation.signals)), state.tiers[0].used
         return InRam(anew, held, gone, state.branch.line, state.branch.last_serial, signals, used)
 
@@ -122,7 +122,7 @@ def ram_deltas(state: State) -> Deltas[InRam]:
 def tier_deltas(state: State, tier: Tier) -> Deltas[OnTier]:
     """Deltas of one slower tier, which the agent sends."""
 
-    def tell(anew: bool, held: tuple[HeldStep, ...], gone: tuple[StepId, ...]) -> OnTier:
+    def tell(anew: bool, held: tuple[StepOnTier, ...], gone: tuple[StepId, ...]) -> OnTier:
         return OnTier(
             tier=tier.name,
             anew=anew,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tieredckpt.engine.tier.lease import Holder
-from tieredckpt.engine.wire_types import Failure, HeldStep
+from tieredckpt.engine.wire_types import Failure, StepOnTier
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.marker import StoreMarker
 
@@ -226,7 +226,7 @@ class InRam(_Frame, frozen=True):
 
     anew: bool
     """Whether this is the whole state and not a change."""
-    held: tuple[HeldStep, ...]
+    held: tuple[StepOnTier, ...]
     gone: tuple[StepId, ...]
     line: tuple[tuple[int, int], ...]
     last_serial: int
@@ -284,7 +284,7 @@ class OnTier(_Frame, frozen=True):
     """Whether the agent could list the tier."""
     marker: StoreMarker | None
     """Identity of the store, which may have become known with the tier."""
-    held: tuple[HeldStep, ...]
+    held: tuple[StepOnTier, ...]
     gone: tuple[StepId, ...]
     damaged: tuple[tuple[StepId, str, bool], ...]
     """As `DamagedSteps.told`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tieredckpt.engine.wire_types import Failure, HeldStep, decode
+from tieredckpt.engine.wire_types import Failure, StepOnTier, decode
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.marker import StoreMarker
 from tieredckpt.format.replicas import Difference
@@ -80,7 +80,7 @@ class Catalog(msgspec.Struct, frozen=True):
     tier: str
     known: bool
     """Whether rank 0 could read the tier."""
-    steps: tuple[HeldStep, ...] = ()
+    steps: tuple[StepOnTier, ...] = ()
     damaged: tuple[tuple[StepId, str, bool], ...] = ()
     """As `DamagedSteps.told`."""
 
@@ -164,7 +164,7 @@ class Promoted(msgspec.Struct, frozen=True, tag=True):
     """A step was committed on a shared tier."""
 
     tier: str
-    held: HeldStep
+    held: StepOnTier
     used: int
     """Bytes that the tier has in use now."""
     seconds: float

@@ -36,7 +36,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.wire_types import HeldStep, brief, decode, encode
+from tieredckpt.engine.wire_types import StepOnTier, brief, decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError
 from tieredckpt.format.manifest import StepId
 from tieredckpt.format.marker import StoreMarker
@@ -282,7 +282,7 @@ def catalog_of(tier: Tier) -> Catalog:
     return Catalog(
         tier.name,
         tier.marker is not None,
-        tuple(HeldStep(brief(held.record), held.btree_key) for held in tier.steps.held.values()),
+        tuple(StepOnTier.of(held.record, held.btree_key) for held in tier.steps.held.values()),
         tier.steps.damaged.told(),
     )
 

@@ -61,7 +61,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.engine.wire_types import Failure, HeldStep, brief
+from tieredckpt.engine.wire_types import Failure, StepOnTier
 from tieredckpt.errors import Conflict, NoSpace, NotFound, RanksUnavailable, TierUnavailable
 from tieredckpt.events import (
     CommitFailed,
@@ -250,7 +250,7 @@ class Ranked:
         elif isinstance(event, StepPromoted):
             tier = state.tier(event.tier)
             if (held := tier.steps.held.get(StepId(event.serial, event.step))) is not None:
-                promoted = HeldStep(brief(held.record), held.btree_key)
+                promoted = StepOnTier.of(held.record, held.btree_key)
                 self.group.publish(Promoted(tier.name, promoted, tier.used, event.seconds, event.lag))
         elif isinstance(event, StepEvicted):
             step = StepId(event.serial, event.step)
