@@ -153,9 +153,7 @@ async def test_a_step_that_is_being_read_is_neither_deleted_nor_evicted(place: P
 async def test_where_a_tier_is_silent_nothing_is_deleted_but_by_force(
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers
 ) -> None:
-    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
-    async with CheckpointStore.open(settings) as store:
-        await save_steps(store, 1, 2, to="disk")
+    async with Place(shared_memory, tmp_path, "trainer").opened(1, 2) as store:
         heard = Heard(store)
         faults.kill("disk")
         await store.save(3, tree(3))  # which finds out that it is dead
@@ -176,9 +174,7 @@ async def test_by_force_a_step_is_deleted_without_a_word_from_a_tier_that_has_ju
     shared_memory: Path, tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit(monkeypatch, first_retry=SOON)
-    settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")})
-    async with CheckpointStore.open(settings) as store:
-        await save_steps(store, 1, 2, to="disk")
+    async with Place(shared_memory, tmp_path, "trainer").opened(1, 2) as store:
         faults.kill("disk")
         with pytest.raises(TierUnavailable):
             await (await store.save(3, tree(3))).reached("disk")

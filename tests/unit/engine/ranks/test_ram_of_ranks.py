@@ -176,25 +176,6 @@ async def overtaken_elsewhere(place: RanksPlace) -> None:
         await store.promote(2, "disk")
 
 
-async def test_a_late_tier_that_is_full_tells_it_too(place: RanksPlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    await overtaken_elsewhere(place)
-    connect_late = engine.connect_late
-
-    async def full(state: State, tier: Tier) -> None:
-        await connect_late(state, tier)
-        raise NoSpace("no space left on device")
-
-    monkeypatch.setattr(engine, "connect_late", full)
-    with faulty_tiers() as faults:
-        faults.refuse("disk")
-        async with alone(place) as store:
-            state = store._life.engine.state
-            faults.allow("disk")
-            await polled(lambda: bool(state.tiers[1].steps.held) and not state.ram_of_ranks)
-            assert await steps_of(store) == [(1, ("disk",)), (2, ("disk",))]
-            assert_whole(await store.restore(2, resume=False), 2)
-
-
 @pytest.mark.parametrize("read_only", [False, True])
 async def test_a_step_that_the_training_overtook_elsewhere_is_not_restored(place: RanksPlace, read_only: bool) -> None:
     """Promise 4: number and serial are the same, and the bytes are not."""
@@ -222,8 +203,19 @@ async def test_what_a_person_deletes_does_not_come_back(place: RanksPlace) -> No
         assert_whole(await store.restore(), 2)
 
 
-async def test_a_tier_that_comes_late_tells_which_steps_are_stale(place: RanksPlace) -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["with room", "full"])
+async def test_a_tier_that_comes_late_tells_which_steps_are_stale(
+    place: RanksPlace, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
     await overtaken_elsewhere(place)
+    connect_late = engine.connect_late
+
+    async def connect_and_find_it_full(state: State, tier: Tier) -> None:
+        await connect_late(state, tier)
+        raise NoSpace("no space left on device")
+
+    if full:
+        monkeypatch.setattr(engine, "connect_late", connect_and_find_it_full)
     with faulty_tiers() as faults:
         faults.refuse("disk")
         async with alone(place) as store:

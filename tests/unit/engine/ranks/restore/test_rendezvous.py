@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cohort import DEADLINE, Cohort, assert_whole, cohort
@@ -67,6 +68,17 @@ async def test_who_asks_after_the_others_gave_up_is_told_in_time_or_joins_the_ne
             assert_whole(restored, 1)
 
 
+async def given_up_by(ranks: Cohort, victim: int, held: Any, *, within: float = SOON) -> list[Any]:
+    """What becomes of a restore on each rank which one gives up while it is held."""
+    restoring = [asyncio.create_task(store.restore()) for store in ranks.stores]
+    await held.reached()
+    restoring[victim].cancel()
+    await asyncio.wait([restoring[victim]])
+    held.release()
+    async with asyncio.timeout(within):  # and not after the deadline
+        return await asyncio.gather(*restoring, return_exceptions=True)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("verb", ["send", "recv"])
 @pytest.mark.parametrize("topic", ["restore/*", "reading/*", "restored/*"])
@@ -75,14 +87,7 @@ async def test_a_restore_that_is_cancelled_on_one_rank_fails_at_once_on_all(
 ) -> None:
     async with cohort(3, shared_memory, tmp_path / "disk", rank_deadline=4 * SOON) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        held = ranks.world.hold(victim, verb, topic=topic)
-        restoring = [asyncio.create_task(store.restore()) for store in ranks.stores]
-        await held.reached()
-        restoring[victim].cancel()
-        await asyncio.wait([restoring[victim]])
-        held.release()
-        async with asyncio.timeout(SOON):  # and not after the deadline
-            outcomes = await asyncio.gather(*restoring, return_exceptions=True)
+        outcomes = await given_up_by(ranks, victim, ranks.world.hold(victim, verb, topic=topic))
         assert isinstance(outcomes.pop(victim), asyncio.CancelledError)
         if victim == 0 or (verb, topic) != ("recv", "restored/*"):  # what rank 0 has counted as done is done
             for outcome in outcomes:
@@ -99,14 +104,8 @@ async def test_a_restore_that_is_cancelled_while_rank_0_sends_the_index_fails_at
     monkeypatch.setattr(restore, "_PIECE", 500)
     async with cohort(3, shared_memory, tmp_path / "disk", rank_deadline=4 * SOON) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        held = ranks.world.hold(0, "send", topic="restore/*/index/2")
-        restoring = [asyncio.create_task(store.restore()) for store in ranks.stores]
-        await held.reached()
-        restoring[0].cancel()
-        await asyncio.wait(restoring[:1])
-        held.release()
-        async with asyncio.timeout(SOON / 2):
-            _, *outcomes = await asyncio.gather(*restoring, return_exceptions=True)
+        sending = ranks.world.hold(0, "send", topic="restore/*/index/2")
+        _, *outcomes = await given_up_by(ranks, 0, sending, within=SOON / 2)
         for outcome in outcomes:
             assert isinstance(outcome, RanksUnavailable)
             assert "rank 0 has given up" in str(outcome)
@@ -156,15 +155,9 @@ async def test_an_ask_that_was_cancelled_is_not_counted(shared_memory: Path, tmp
 async def test_a_rank_that_gave_up_as_the_restore_began_holds_up_none(shared_memory: Path, tmp_path: Path) -> None:
     async with cohort(3, shared_memory, tmp_path / "disk", rank_deadline=4 * SOON) as ranks:
         await ranks.reached(await ranks.save(1), "disk")
-        held = ranks.world.hold(0, "send", topic="log/*", nth=2)  # that it begins, after the roll call
-        restoring = [asyncio.create_task(store.restore()) for store in ranks.stores]
-        await held.reached()
-        restoring[2].cancel()
-        await asyncio.gather(restoring[2], return_exceptions=True)
-        held.release()
-        async with asyncio.timeout(SOON):
-            for outcome in await asyncio.gather(*restoring[:2], return_exceptions=True):
-                assert isinstance(outcome, RanksUnavailable)
+        begins = ranks.world.hold(0, "send", topic="log/*", nth=2)  # after the roll call
+        for outcome in (await given_up_by(ranks, 2, begins))[:2]:
+            assert isinstance(outcome, RanksUnavailable)
         for restored in await ranks.restored():
             assert_whole(restored, 1)
 
