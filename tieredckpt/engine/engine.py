@@ -135,9 +135,7 @@ class Engine:
 
     def _prepare(self, group: Group | None) -> None:
         config = self._config
-        tiers, derived = (
-            make_tiers(config, read_only=self._read_only, events=self.events, derived=each) for each in (False, True)
-        )
+        tiers, derived = make_tiers(config, read_only=self._read_only, events=self.events)
         self.state = State(
             config=config,
             tiers=tiers,

@@ -156,10 +156,9 @@ def _first_to_evict(state: State, tier: Tier) -> list[StepId]:
 
 def to_evict_when_full(state: State, tier: Tier) -> list[StepId]:
     """As `unretained`; from RAM, which is a cache, then also retained steps that another tier holds, oldest first."""
-    going = _first_to_evict(state, tier)
     others = [other.steps.held for other in state.tiers if tier.in_memory and other is not tier and other.answers]
     elsewhere = (step for step in sorted(tier.steps.held) if any(step in held for held in others))
-    return going + [step for step in elsewhere if step not in going]
+    return list(dict.fromkeys([*_first_to_evict(state, tier), *elsewhere]))
 
 
 def to_evict_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
@@ -170,8 +169,8 @@ def to_evict_for(state: State, tier: Tier, step: StepId | None) -> list[StepId]:
     going = _first_to_evict(state, tier)
     if step is not None and not state.on_line(step.serial):
         return going
-    older = [held for held in sorted(tier.steps.held) if (step is None or held < step) and held not in going]
-    return going + sorted(older, key=lambda held: state.on_line(held.serial))
+    older = [held for held in sorted(tier.steps.held) if step is None or held < step]
+    return list(dict.fromkeys([*going, *sorted(older, key=lambda held: state.on_line(held.serial))]))
 
 
 def _retained(tier: Tier, tier_view: TierView, view: StoreView) -> AbstractSet[int]:

@@ -21,7 +21,6 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format import layout
 from tieredckpt.format.catalog import MAX_CATALOG, Catalog, CatalogStep, encode_catalog
 from tieredckpt.format.manifest import StepId, StepRecord
-from tieredckpt.format.ocdbt import Extent
 
 __all__ = ["write_catalog"]
 
@@ -62,7 +61,8 @@ async def write_catalog(tier: Tier, store: str) -> bool:
         sizes = np.array([tier.packs.sizes[key] for key in plan.packs], np.uint64)
         stamps = [known.stamps[step] for step in plan.steps]  # before the await: a step may be evicted meanwhile
         steps = [_entry(step, tier.steps.held[step].record, known.stamps[step]) for step in plan.steps]
-        counts, table = await asyncio.to_thread(tier.packs.index.listed, plan.packs, _duplicates(tier))
+        duplicates = [(digest, at) for digest, places in tier.packs.duplicates.items() for at in places]
+        counts, table = await asyncio.to_thread(tier.packs.index.listed, plan.packs, duplicates)
     nbytes = await asyncio.to_thread(lambda: np.array([len(msgspec.msgpack.encode(step)) for step in steps], np.int64))
     for packs, rows, some in _shares(counts, nbytes):
         catalog = Catalog(
@@ -132,10 +132,6 @@ async def _stamp(tier: Tier, steps: set[StepId]) -> None:
             known.timeless = True
         else:
             known.stamps[step] = stamp
-
-
-def _duplicates(tier: Tier) -> list[tuple[bytes, Extent]]:
-    return [(digest, extent) for digest, extents in tier.packs.duplicates.items() for extent in extents]
 
 
 def _shares(counts: NDArray[np.int64], nbytes: NDArray[np.int64]) -> Iterator[tuple[slice, slice, slice]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import chain
 from pathlib import Path
 
 from tieredckpt.blobs.ram.find import FoundRam, find_ram
@@ -111,11 +112,7 @@ async def _tiers(config: StoreConfig) -> AsyncIterator[Sequence[tuple[Tier, Stor
     """The slower tiers with their markers, held against other writers meanwhile."""
     opened: list[tuple[Tier, StoreMarker | None]] = []
     async with AsyncExitStack() as until_done:
-        for tier in (
-            tier
-            for derived in (False, True)
-            for tier in make_tiers(config, read_only=False, events=Events(), derived=derived)
-        ):
+        for tier in chain(*make_tiers(config, read_only=False, events=Events())):
             if tier.in_memory:
                 continue
             until_done.push_async_callback(tier.disconnect)

@@ -38,8 +38,8 @@ _OPERATIONS_IN_FLIGHT = 16
 _BYTES_IN_FLIGHT = 1 << 30
 
 
-def make_tiers(config: StoreConfig, *, read_only: bool, events: Events, derived: bool = False) -> tuple[Tier, ...]:
-    """Make the tiers of a store for exact steps, not connected yet; with ``derived``, those with lossy rules.
+def make_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple[tuple[Tier, ...], tuple[Tier, ...]]:
+    """Make the tiers of a store, not connected yet: those for exact steps, and those with lossy rules.
 
     RAM waits for `connect_ram`: the other tiers tell which store it belongs to.
 
@@ -50,10 +50,14 @@ def make_tiers(config: StoreConfig, *, read_only: bool, events: Events, derived:
     """
     names = [tier.name for tier in config.tiers]
     connect = partial(_connect, read_only=read_only, events=events)
-    return tuple(
-        Tier(tier.name, index, tier, partial(connect, tier, set()), place=names.index(tier.name))
-        for index, tier in enumerate(config.derived if derived else config.exact)
-    )
+
+    def made(of: Sequence[TierConfig]) -> tuple[Tier, ...]:
+        return tuple(
+            Tier(tier.name, index, tier, partial(connect, tier, set()), place=names.index(tier.name))
+            for index, tier in enumerate(of)
+        )
+
+    return made(config.exact), made(config.derived)
 
 
 def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> None:

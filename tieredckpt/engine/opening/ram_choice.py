@@ -120,12 +120,8 @@ def may_return(group: Sequence[FoundRam], ours: Sequence[Place]) -> bool:
     noted = [place for each in group if each.owner is not None for place in each.owner.places]
     mine = [place for place in noted if place.location in locations]
     mine = [place for place in mine if place.lasting] or mine  # others come back empty with every job
-    return any(not place.seen for place in mine) or bool(_elsewhere(group, ours))
-
-
-def _elsewhere(group: Sequence[FoundRam], ours: Sequence[Place]) -> frozenset[str]:
-    locations = {place.location for place in ours if place.inode is None}
-    return frozenset(where for each in group for where in each.elsewhere if where in locations)
+    empty = {place.location for place in ours if place.inode is None}
+    return any(not place.seen for place in mine) or any(not empty.isdisjoint(each.elsewhere) for each in group)
 
 
 def is_of_ram_alone(group: Sequence[FoundRam], config: StoreConfig) -> bool:

@@ -28,7 +28,7 @@ from tieredckpt.format.manifest import StepId
 def state(shared_memory: Path, tmp_path: Path) -> Iterator[State]:
     settings = config({"ram": ram(shared_memory), "disk": folder(tmp_path / "disk")})
     events = Events()
-    tiers = make_tiers(settings, read_only=False, events=events)
+    tiers, _ = make_tiers(settings, read_only=False, events=events)
     with ThreadPoolExecutor(1) as pool, closing(Scratch(1 << 20)) as scratch:
         yield State(settings, tiers, events, pool, scratch, read_only=False)
 

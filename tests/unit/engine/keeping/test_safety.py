@@ -126,7 +126,7 @@ def _state(draw: st.DrawFn, *, with_ram: bool = False) -> State:
     nearest = {"ram": {"kind": "ram"}} if with_ram else {}
     settings = config(nearest | {name: folder(Path(f"/nowhere/{name}")) for name in "abc"[: draw(st.integers(1, 3))]})
     events = Events()
-    tiers = make_tiers(settings, read_only=False, events=events)
+    tiers, _ = make_tiers(settings, read_only=False, events=events)
     # Nothing here runs: no thread, no memory, no loop.
     state = State(config=settings, tiers=tiers, events=events, pool=None, scratch=None, read_only=False)
     for tier in tiers:

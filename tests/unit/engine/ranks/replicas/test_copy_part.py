@@ -120,7 +120,7 @@ async def nodes(shared_memory: Path, world: World, capacity: str = "1 MiB") -> A
                 name="test",
             )
             events = Events()
-            tiers = make_tiers(settings, read_only=False, events=events)
+            tiers, _ = make_tiers(settings, read_only=False, events=events)
             state = State(settings, tiers, events, pool, Scratch(1 << 20), read_only=False)
             state.identity.marker = StoreMarker(store=STORE)
             connect_ram(state, sharers=1)
