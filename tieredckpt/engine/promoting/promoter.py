@@ -122,7 +122,7 @@ class Promoter:
                 if self.tier.health.error is not None:
                     # Nothing but time brings a failed tier back.
                     await asyncio.sleep(max(0.0, self.tier.health.retry_at - time.monotonic()))
-                    await self._come_back_to_full()
+                    await self._come_back_with_room()
                     self.tier.health.answered = True
                 await self._collector.evictor.find_out(self.tier)
                 step = self.next_due()
@@ -161,7 +161,7 @@ class Promoter:
         self._collector.evictor.tell_gone(self._unsure, tier)
         self._unsure.clear()
 
-    async def _come_back_to_full(self) -> None:
+    async def _come_back_with_room(self) -> None:
         """`_come_back`; a device without room for a lease gives up an older step for one that is due."""
         try:
             await self._come_back()
