@@ -219,16 +219,6 @@ async def test_a_step_is_not_promoted_while_it_is_deleted(
         assert await store.all_steps() == (1,)
 
 
-async def test_a_store_that_is_only_looked_at_deletes_nothing(place: Place) -> None:
-    async with place.opened(1, 2):
-        pass
-    async with CheckpointStore.open(place.config, read_only=True) as reader:
-        with pytest.raises(Invalid, match="read_only"):
-            await reader.delete(1)
-        assert await reader.latest_step() == 2
-        assert await reader.all_steps() == (1, 2)
-
-
 async def test_of_several_ranks_rank_0_deletes_for_all(shared_memory: Path, tmp_path: Path) -> None:
     async with cohort(3, shared_memory, tmp_path / "disk") as ranks:
         for step in (1, 2, 3):

@@ -95,28 +95,21 @@ async def test_identical_arrays_are_stored_once(three_tiers: StoreConfig) -> Non
         assert_restored(await store.restore(), tree)
 
 
-async def test_a_state_that_comes_back_is_not_written_again(three_tiers: StoreConfig) -> None:
-    one, other = state(1), state(2)
-    async with CheckpointStore.open(three_tiers) as store:
-        await written(store, 1, one)
-        await written(store, 2, other)
-        again = await written(store, 3, one)
-        assert (again["disk"], again["far"]) == (0, 0)
-        assert_restored(await store.restore(), one)
-
-
-@pytest.mark.parametrize("dies", [False, True], ids=["closed", "crashed"])
-async def test_a_new_process_knows_what_every_tier_holds(three_tiers: StoreConfig, dies: bool) -> None:
-    one, other = state(1), state(2)
+@pytest.mark.parametrize("meanwhile", ["nothing", "closed", "crashed"])
+async def test_a_state_that_comes_back_is_not_written_again(three_tiers: StoreConfig, meanwhile: str) -> None:
+    """Nor by a new process, which knows what every tier holds."""
+    one = state(1)
     store = await CheckpointStore.open(three_tiers)
     await written(store, 1, one)
-    await written(store, 2, other)
-    await (crash(store) if dies else store.close())
-    async with CheckpointStore.open(three_tiers) as store:
-        again = await written(store, 3, one)
-        assert (again["disk"], again["far"]) == (0, 0)
-        assert again["ram"] == (0 if dies else ARRAYS * 2 * CHUNK)  # a clean end gives the memory back
-        assert_restored(await store.restore(), one)
+    await written(store, 2, state(2))
+    if meanwhile != "nothing":
+        await (crash(store) if meanwhile == "crashed" else store.close())
+        store = await CheckpointStore.open(three_tiers)
+    again = await written(store, 3, one)
+    assert (again["disk"], again["far"]) == (0, 0)
+    assert again["ram"] == (ARRAYS * 2 * CHUNK if meanwhile == "closed" else 0)  # a clean end gives the memory back
+    assert_restored(await store.restore(), one)
+    await crash(store)
 
 
 async def test_a_promotion_tells_the_bytes_of_all_its_packs(

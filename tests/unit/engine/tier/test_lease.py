@@ -366,6 +366,7 @@ async def test_a_reader_beside_the_writer_sees_its_steps_and_changes_nothing(sha
                 reader.save(2, tree(2)),
                 reader.promote(1, "disk"),
                 reader.evict(1, "disk"),
+                reader.delete(1),
                 reader.collect(),
                 reader.verify(repair=True),
             ):
@@ -376,6 +377,8 @@ async def test_a_reader_beside_the_writer_sees_its_steps_and_changes_nothing(sha
             await store.save(2, tree(2))
             await store.flush()
             assert [info.step for info in await reader.steps()] == [1, 2]
+            assert await reader.all_steps() == (1, 2)
+            assert await reader.latest_step() == 2
 
 
 class SlowToAnswer(PosixStore):
