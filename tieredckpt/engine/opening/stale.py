@@ -25,12 +25,15 @@ _log = logging.getLogger("tieredckpt")
 
 
 def stale_steps(records: Collection[StepRecord], slower: Sequence[Tier]) -> list[StepId]:
-    """The steps whose place another save has on slower tiers, oldest first.
+    """The steps that other saves, on slower tiers, have replaced; oldest first. One of these holds:
 
-    That is a save of the same serial; or one whose run gave the serial of the step; or one of another run under a
-    serial that the step's own run gave. So are later steps of the same run, which may have gone back before that
-    serial, unless slower tiers have one of them. Other steps are of a training that has come back since, and went on
-    from what the slower tiers hold.
+    - another save has the serial of the step;
+    - the run of a later save had given the serial of the step, which is of another run;
+    - the run of the step had given the serial of an earlier save, which is of another run;
+    - the step came after such a one in the same run, which may have gone back before that serial, and slower tiers have
+      no save of the run in between.
+
+    Other steps are of a training that has come back since, and went on from what the slower tiers hold.
     """
     theirs = {
         step.serial: held.record

@@ -433,17 +433,17 @@ async def test_a_tier_that_reconnects_waits_for_the_collection_that_is_under_way
         tier, engine = tier_of(store, "disk"), store._life.engine
         known = set(tier.steps.held)
         reading = faults["disk"].hold("get", key="steps/*")
-        surveying = faults["disk"].hold("list", key="steps*")
+        scanning = faults["disk"].hold("list", key="steps*")
         collecting = asyncio.create_task(store._life.loop.call(engine.collector.collect(tier, orphans=False)))
         await reading.reached()
         connecting = asyncio.create_task(store._life.loop.call(connect(engine.state, tier)))
-        begun = asyncio.create_task(surveying.reached())
+        begun = asyncio.create_task(scanning.reached())
         await asyncio.wait([begun], timeout=0.3)
         assert not begun.done()
         assert set(tier.steps.held) == known
         reading.release()
         assert (await collecting).packs == 0
-        surveying.release()
+        scanning.release()
         await connecting
         await begun
         assert set(tier.steps.held) == known
@@ -459,13 +459,13 @@ async def test_a_collection_deletes_nothing_where_a_reconnect_failed_half_way(
         before = set(files_under(place.disk))
         tier, engine = tier_of(store, "disk"), store._life.engine
         tier.marker = None  # as of a tier that comes back
-        surveying = faults["disk"].hold("list", key="steps*")
+        scanning = faults["disk"].hold("list", key="steps*")
         connecting = asyncio.create_task(store._life.loop.call(connect(engine.state, tier)))
-        await surveying.reached()
+        await scanning.reached()
         collecting = asyncio.create_task(store._life.loop.call(engine.collector.collect(tier)))
         await store.steps()  # the engine has taken the call up
         faults["disk"].fail("get", TierUnavailable("gone again"), times=None)
-        surveying.release()
+        scanning.release()
         with pytest.raises(TierUnavailable, match="gone again"):
             await connecting
         assert (await collecting).packs == 0

@@ -50,14 +50,14 @@ lines = st.lists(st.integers(1, 13), unique=True, max_size=6).map(
 )
 
 
-class RollMachine(RuleBasedStateMachine):
+class StepTableMachine(RuleBasedStateMachine):
     """Three tiers get and lose steps while the line goes on, back, and elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
         config = PosixTier(name="any", path="/nowhere")
         self.tiers = [Tier(name, index, config, _nowhere) for index, name in enumerate("abc")]
-        self.roll = StepTable(self.tiers, step_view)
+        self.table = StepTable(self.tiers, step_view)
         self.line: Line = ()
         self.version = 0
 
@@ -106,10 +106,10 @@ class RollMachine(RuleBasedStateMachine):
     def a_signal_ends_a_renewal(self, tier: int, step: StepId) -> None:
         """What came was taken from the news of its tier, and is not in the table yet."""
         self.comes(tier, step)
-        self.roll._describe = _interrupted
+        self.table._describe = _interrupted
         with suppress(KeyboardInterrupt):
-            self.roll.views(self.line)
-        self.roll._describe = step_view
+            self.table.views(self.line)
+        self.table._describe = step_view
 
     @invariant()
     def everybody_is_called(self) -> None:
@@ -117,11 +117,11 @@ class RollMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_call_that_interrupts_a_renewal_waits_for_nothing(self) -> None:
-        with self.roll._guards_table:
+        with self.table._guards_table:
             self.check()
 
     def check(self) -> None:
-        views, records = self.roll.views(self.line), self.roll.records(self.line)
+        views, records = self.table.views(self.line), self.table.records(self.line)
         expected: dict[StepId, StepView] = {}
         for step in sorted({step for tier in self.tiers for step in tier.steps.held}):
             holding = [tier for tier in self.tiers if step in tier.steps.held]
@@ -142,8 +142,8 @@ class RollMachine(RuleBasedStateMachine):
             ]
 
 
-TestRoll = RollMachine.TestCase
-TestRoll.settings = settings(max_examples=60, stateful_step_count=30)
+TestStepTable = StepTableMachine.TestCase
+TestStepTable.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 class SizesMachine(RuleBasedStateMachine):

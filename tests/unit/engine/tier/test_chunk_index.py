@@ -37,7 +37,7 @@ def as_footers(found: list[tuple[bytes, Extent]]) -> tuple[Any, Any]:
     return np.array([sum(at.path == path for _, at in found) for path in PATHS]), table
 
 
-class KnownChunksMachine(RuleBasedStateMachine):
+class ChunkIndexMachine(RuleBasedStateMachine):
     """Does the same to both."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class KnownChunksMachine(RuleBasedStateMachine):
             assert self.known.get(digest) == self.model.get(digest)
 
 
-TestKnownChunks = KnownChunksMachine.TestCase
+TestChunkIndex = ChunkIndexMachine.TestCase
 
 
 @given(entries)
