@@ -142,10 +142,8 @@ class Collector:
     async def collect(self, tier: Tier, *, orphans: bool = True) -> Collected:
         """Delete the packs that no committed step refers to.
 
-        Args:
-            tier: to collect on.
-            orphans: also delete packs and files that no step was ever known to use, once they are older than
-                the store's ``grace``: they may belong to a writer that is still at work.
+        With ``orphans``, also packs and files that no step was ever known to use, once they are older than the store's
+        ``grace``: they may belong to a writer that is still at work.
 
         Raises:
             TierUnavailable: of the tier; or another writer has committed a step there, and nothing was deleted.
@@ -191,10 +189,8 @@ class Collector:
     def _packs_in_use(self, tier: Tier, used: Mapping[StepId, frozenset[str]], grace: float) -> set[str]:
         """The packs that steps use, that damaged steps may use, and those of commits to come.
 
-        Args:
-            tier: where they are.
-            used: `packs_by_step` of the steps that count.
-            grace: how many seconds an unreadable step keeps the packs that it is known to use.
+        ``used`` is `packs_by_step` of the steps that count; for ``grace`` seconds an unreadable step keeps the packs
+        that it is known to use.
         """
         damaged = tier.steps.damaged
         return set().union(

@@ -137,9 +137,7 @@ async def _stamp(tier: Tier, steps: set[StepId]) -> None:
 def _shares(counts: NDArray[np.int64], nbytes: NDArray[np.int64]) -> Iterator[tuple[slice, slice, slice]]:
     """Divide packs, their chunks and steps among catalogs; one catalog is enough unless there is very much.
 
-    Args:
-        counts: chunks of each pack.
-        nbytes: bytes of each step.
+    ``counts`` has the chunks of each pack, ``nbytes`` the bytes of each step.
     """
     chunks, steps = (np.concatenate([[0], np.cumsum(each)]) for each in (counts, nbytes))
     pack = step = 0

@@ -65,13 +65,10 @@ async def fork(config: StoreConfig) -> tuple[str, str]:
 
 
 async def adopt(config: StoreConfig, store: str | None = None) -> tuple[FoundRam, str]:
-    """Mark empty tiers as those of a store that has steps in RAM, so that it continues there.
+    """Mark empty slower tiers as those of a store that has steps in RAM, so that it continues there.
 
-    Args:
-        config: of the store; its slower tiers are marked.
-        store: the UUID; None for that of the RAM that notes one of the tiers.
-
-    Returns the RAM, and where the tiers are.
+    ``store`` is its UUID; None for that of the RAM that notes one of the tiers. Returns the RAM, and where the tiers
+    are.
 
     Raises:
         NotFound: there is no such RAM.

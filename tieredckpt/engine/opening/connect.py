@@ -41,12 +41,7 @@ _BYTES_IN_FLIGHT = 1 << 30
 def make_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple[tuple[Tier, ...], tuple[Tier, ...]]:
     """Make the tiers of a store, not connected yet: those for exact steps, and those with lossy rules.
 
-    RAM waits for `connect_ram`: the other tiers tell which store it belongs to.
-
-    Args:
-        config: of the store.
-        read_only: only read the tiers.
-        events: gets `TierHangs`.
+    RAM waits for `connect_ram`: the other tiers tell which store it belongs to. ``events`` gets `TierHangs`.
     """
     names = [tier.name for tier in config.tiers]
     connect = partial(_connect, read_only=read_only, events=events)
@@ -63,10 +58,8 @@ def make_tiers(config: StoreConfig, *, read_only: bool, events: Events) -> tuple
 def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> None:
     """Make the RAM tier connect to this store's RAM, once the identity of the store is known.
 
-    Args:
-        state: of the store.
-        sharers: how many ranks share the memory of this machine.
-        folder: where an agent found the RAM of its trainer, which it reads.
+    ``sharers`` counts the ranks that share the memory of this machine; ``folder`` is where an agent found its trainer's
+    RAM.
     """
     first = state.tiers[0]
     if state.config.ram is None:
@@ -106,10 +99,7 @@ async def _connect(tier: TierConfig, logged: set[type[Exception]], *, read_only:
 async def connect(state: State, tier: Tier, seen: SeenMarker | None = None) -> None:
     """Open a tier, check that it belongs to this store and to no other writer, and scan its content.
 
-    Args:
-        state: of the store.
-        tier: to be opened.
-        seen: result of `marker_of` from a moment ago; None if it was not called.
+    ``seen`` is the result of `marker_of` from a moment ago; None if it was not called.
 
     Raises:
         Conflict: it belongs to another store, or another writer holds it.

@@ -41,10 +41,8 @@ async def identify(
 ) -> list[tuple[Tier, TieredCkptError]]:
     """Open every tier and decide which store it is; returns the tiers that could not be opened, and why.
 
-    Args:
-        state: of the store.
-        found: the RAM that there is on the machines of all ranks; None to look on this one.
-        folder: the only RAM that counts, for an agent.
+    ``found`` is the RAM on the machines of all ranks, None to look on this one. For an agent, ``folder`` is the only
+    RAM that counts.
 
     Raises `Conflict` where the tiers belong to two stores, or a writer's are a copy of another's, or an exact one has
     lossy copies alone.

@@ -36,12 +36,8 @@ async def refer_to_intact(
     doubted is always read. The caller holds ``tier.packs.guard``, or has noted the packs in
     ``tier.packs.streamed_to``.
 
-    Args:
-        state: of the engine.
-        tier: a durable one.
-        step: the step to commit; None if it has no identity yet.
-        sizes: bytes of each chunk that is to be referred to, by digest.
-        encoding: of the copies that are preferred; None for that of the tier.
+    ``step`` is to be committed, None if it has no identity yet; ``sizes`` has the bytes of each chunk that it is to
+    refer to. Copies in ``encoding`` are preferred; None is that of the tier.
 
     Raises `TierUnavailable` when a copy or an index could not be read.
     """

@@ -202,16 +202,10 @@ async def repair_index(
 ) -> bool:
     """Repair an unreadable commit: commit again, from memory or from another tier, or drop the step from RAM.
 
+    ``error`` is what is wrong with the commit, ``remembered`` the index as this process wrote or read it before.
+
     Nothing is done to a step that was evicted meanwhile. False if the step was committed anew before its turn came:
     what is ``remembered`` may name packs that are gone.
-
-    Args:
-        state: of the engine.
-        collector: of the engine.
-        step: whose commit is damaged.
-        tier: where it is.
-        error: what is wrong with it.
-        remembered: its index, as this process wrote or read it before.
     """
     remembered = remembered or tier.steps.indexes.get(step)
     if remembered is not None:

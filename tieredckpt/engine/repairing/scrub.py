@@ -22,16 +22,10 @@ from tieredckpt.format.manifest import StepId
 __all__ = ["scrub"]
 
 
-async def scrub(verifier: Verifier, tiers: Sequence[Tier], rate: float | None = None) -> list[Verified]:
-    """Verify all that tiers hold, one tier after the other, the newest steps first.
+async def scrub(verifier: Verifier, tiers: Sequence[Tier], rate: float | None) -> list[Verified]:
+    """Verify all that tiers hold, one tier after the other, the newest steps first; at most ``rate`` bytes a second.
 
-    Args:
-        verifier: verifies and repairs the steps.
-        tiers: to look at.
-        rate: bytes a second that are read at most.
-
-    Returns:
-        One result per step and tier, oldest save first, and then one for each tier whose own files are damaged.
+    Returns one result per step and tier, oldest save first, and then one for each tier whose own files are damaged.
     """
     found: list[Verified] = []
     state, collector = verifier.state, verifier.collector

@@ -35,13 +35,8 @@ def report_promoted(
 ) -> None:
     """Emit `StepPromoted` for a step that was committed on a slower tier, and observe how long that took.
 
-    Args:
-        state: of the store.
-        record: the step.
-        tier: where it was committed.
-        written: bytes of the packs that this process wrote for it.
-        begin: when the work began, on the monotonic clock.
-        again: whether the tier had the step before.
+    ``written`` counts the bytes of packs that this process wrote for it; ``begin`` is when the work began, on the
+    monotonic clock; ``again`` says that the tier had the step before.
     """
     lag = 0.0 if again else state.observation.observe_promotion(record, tier)
     seconds = time.monotonic() - begin
