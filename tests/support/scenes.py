@@ -96,6 +96,11 @@ async def save_steps(store: CheckpointStore, *steps: int, to: str = "") -> None:
         await (checkpoint.reached(to) if to else store.flush())
 
 
+async def steps_on(store: CheckpointStore, tier: str) -> list[int]:
+    """The steps that a tier holds, oldest save first."""
+    return [info.step for info in await store.steps() if tier in info.tiers]
+
+
 class Heard:
     """The events of a store, in their order, and waiting for one."""
 

@@ -15,7 +15,7 @@ from support.agents import end_agent, until
 from support.cohort import cohort
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, SOON, Heard, Keeper, assert_restored, config, folder, polled, ram
+from support.scenes import CHUNK, SOON, Heard, Keeper, assert_restored, config, folder, polled, ram, steps_on
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -47,9 +47,6 @@ class Place:
         async with CheckpointStore.open(self.settings(**settings)) as store:
             yield store
 
-    def on_disk(self, infos: Any) -> list[int]:
-        return [info.step for info in infos if "disk" in info.tiers]
-
 
 @pytest.fixture(params=["capacity-trainer", "capacity-agent", "device-trainer", "device-agent"])
 def place(request: pytest.FixtureRequest, shared_memory: Path, tiny_file_system: Path) -> Iterator[Place]:
@@ -67,7 +64,7 @@ async def test_the_newest_step_drives_out_the_oldest_that_are_retained(
         for step in range(1, 11):
             await (await store.save(step, state(step))).reached("disk")
         await store.flush()
-        held = place.on_disk(await store.steps())
+        held = await steps_on(store, "disk")
         assert 2 <= len(held) < 6
         assert held == list(range(11 - len(held), 11)), "the newest, without a gap"
         cut = [event.step for event in heard.of(RetentionCut)]
@@ -91,14 +88,14 @@ async def test_what_found_no_room_beside_newer_steps_keeps_nothing_from_working(
         for step in range(1, 10):
             await (await store.save(step, state(step))).reached("disk")
         await store.evict(9, "ram")
-        held = place.on_disk(await store.steps())
+        held = await steps_on(store, "disk")
     async with place.opened(retain={"kind": "last_n", "n": 9}) as store:
         heard = Heard(store)
         await store.flush()  # RAM may have older steps, which nobody knows to have been there
         await (await store.save(10, state(10))).reached("disk")
         await store.flush()
-        assert place.on_disk(await store.steps())[-1] == 10
-        assert min(place.on_disk(await store.steps())) >= min(held)
+        assert (await steps_on(store, "disk"))[-1] == 10
+        assert min(await steps_on(store, "disk")) >= min(held)
         assert not heard.of(TierFailed)
 
 
@@ -108,7 +105,7 @@ async def test_a_step_that_would_not_fit_after_all_evictions_drives_none_out(pla
             await (await store.save(step, state(step))).reached("disk")
         with pytest.raises(NoSpace):
             await (await store.save(4, state(4, nbytes=6 * STEP))).reached("disk")
-        assert place.on_disk(await store.steps()) == [1, 2, 3]
+        assert await steps_on(store, "disk") == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("chunks", "left"), [(5, [2, 3]), (7, [1, 2])], ids=["has room then", "has none even then"])
@@ -123,7 +120,7 @@ async def test_a_step_drives_out_older_ones_where_what_may_leave_and_what_was_fr
         newest = await store.save(3, state(3, nbytes=chunks * CHUNK))
         with nullcontext() if 3 in left else pytest.raises(NoSpace):
             await newest.reached("disk")
-        assert [info.step for info in await store.steps() if "disk" in info.tiers] == left
+        assert await steps_on(store, "disk") == left
 
 
 async def test_a_step_off_the_branch_drives_out_none(shared_memory: Path, tmp_path: Path) -> None:
@@ -139,7 +136,7 @@ async def test_a_step_off_the_branch_drives_out_none(shared_memory: Path, tmp_pa
             await store.promote(3, "disk")
         assert await store.where(1) == ("ram", "disk")
         await store.promote(4, "disk")
-        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [2, 4]
+        assert await steps_on(store, "disk") == [2, 4]
 
 
 async def test_dead_packs_make_room_before_any_step_does(
@@ -284,7 +281,7 @@ async def test_a_device_without_room_for_an_index_alone_gives_up_as_many_small_s
             await save(step)
         faults["disk"].fail("put", NoSpace("the device is full"), key="steps/*/btree*", times=2)
         await save(4)
-        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [3, 4]
+        assert await steps_on(store, "disk") == [3, 4]
 
 
 async def test_a_device_that_fills_twice_under_one_step_gives_up_an_older_one_each_time(
@@ -299,7 +296,7 @@ async def test_a_device_that_fills_twice_under_one_step_gives_up_an_older_one_ea
         for nth in (14, 16):
             faults["disk"].fail("put", NoSpace("the device is full"), key="packs/*", nth=nth)
         await (await store.save(4, state(4, nbytes=16 * CHUNK))).reached("disk")
-        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [3, 4]
+        assert await steps_on(store, "disk") == [3, 4]
 
 
 @pytest.mark.parametrize("mode", ["promoted", "past RAM", "lease"])
@@ -334,7 +331,7 @@ async def test_where_evictions_free_no_room_the_history_stays(
             await store._life.loop.call(fail())
         if mode != "past RAM":  # it is tried again and again
             await heard.first(TierFailed, lambda _: len(heard.of(TierFailed)) >= before + 4)
-        held = [info.step for info in await store.steps() if "disk" in info.tiers]
+        held = await steps_on(store, "disk")
         assert len(held) >= 8
         assert held == list(range(11 - len(held), 11))
         faults["disk"].clear()

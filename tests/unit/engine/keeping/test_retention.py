@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from reliability.tiers import FaultyTiers
-from support.scenes import Heard, config, crash, folder, ram, save_steps, tree
+from support.scenes import Heard, config, crash, folder, ram, save_steps, steps_on, tree
 from tieredckpt_policies.retention import LastN
 
 from tieredckpt import CheckpointStore
@@ -60,10 +60,6 @@ def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
     base.register(SerialsAtFirst)
 
 
-def on(tier: str, infos: Any) -> list[int]:
-    return [info.step for info in infos if tier in info.tiers]
-
-
 async def test_each_tier_keeps_what_its_own_policy_retains(shared_memory: Path, tmp_path: Path) -> None:
     settings = config(
         {
@@ -74,10 +70,9 @@ async def test_each_tier_keeps_what_its_own_policy_retains(shared_memory: Path, 
     )
     async with CheckpointStore.open(settings) as store:
         await save_steps(store, *range(10))
-        steps = await store.steps()
-        assert on("ram", steps) == [6, 7, 8, 9]  # all that fit: memory that is there costs nothing
-        assert on("disk", steps) == [7, 8, 9]
-        assert on("far", steps) == [0, 4, 8, 9]  # the newest stays, whatever the policy says
+        assert await steps_on(store, "ram") == [6, 7, 8, 9]  # all that fit: memory that is there costs nothing
+        assert await steps_on(store, "disk") == [7, 8, 9]
+        assert await steps_on(store, "far") == [0, 4, 8, 9]  # the newest stays, whatever the policy says
 
 
 async def test_serials_of_no_step_are_no_answer_and_every_step_stays(
@@ -87,7 +82,7 @@ async def test_serials_of_no_step_are_no_answer_and_every_step_stays(
     async with CheckpointStore.open(settings) as store:
         await save_steps(store, 100, 200, 300, to="disk")
         await store.flush()
-        assert on("disk", await store.steps()) == [100, 200, 300]
+        assert await steps_on(store, "disk") == [100, 200, 300]
     assert "a policy of tier 'disk' failed; nothing is evicted from it" in caplog.text
     assert "what retains() gave, such as 100, is the serial of no step" in caplog.text
 
@@ -116,8 +111,8 @@ async def test_what_left_a_tier_does_not_come_back(shared_memory: Path, tmp_path
         store = await CheckpointStore.open(settings)
     heard = Heard(store)
     await store.flush()
-    assert on("ram", await store.steps()) == [0, 1, 2, 3]
-    assert on("disk", await store.steps()) == [3]
+    assert await steps_on(store, "ram") == [0, 1, 2, 3]
+    assert await steps_on(store, "disk") == [3]
     assert heard.of(StepPromoted) == []
     await crash(store)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, SOON, Heard, assert_restored, config, folder, ram
+from support.scenes import CHUNK, SOON, Heard, assert_restored, config, folder, ram, steps_on
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -34,10 +34,6 @@ def settings(shared_memory: Path, tmp_path: Path, capacity: int) -> StoreConfig:
     return config({"ram": ram(shared_memory, on_close="release"), "disk": disk}, name="room")
 
 
-async def on_disk(store: CheckpointStore) -> list[int]:
-    return [info.step for info in await store.steps() if "disk" in info.tiers]
-
-
 @pytest.mark.parametrize("opened_again", [False, True])
 async def test_a_tier_is_filled_with_steps_as_they_are_compressed(
     shared_memory: Path, tmp_path: Path, opened_again: bool
@@ -51,11 +47,11 @@ async def test_a_tier_is_filled_with_steps_as_they_are_compressed(
             await (await store.save(step, state(step, 24))).reached("disk")
         if not opened_again:
             await (await store.save(3, state(3, 24))).reached("disk")
-            assert await on_disk(store) == [1, 2, 3]
+            assert await steps_on(store, "disk") == [1, 2, 3]
     if opened_again:
         async with CheckpointStore.open(chosen) as store:
             await (await store.save(3, state(3, 24))).reached("disk")
-            assert await on_disk(store) == [1, 2, 3]
+            assert await steps_on(store, "disk") == [1, 2, 3]
 
 
 async def test_a_step_that_takes_more_than_the_one_before_drives_out_older_ones(
@@ -68,7 +64,7 @@ async def test_a_step_that_takes_more_than_the_one_before_drives_out_older_ones(
         for step in (1, 2):
             await (await store.save(step, state(step, 2))).reached("disk")
         await (await store.save(3, state(3, 62))).reached("disk")
-        assert await on_disk(store) == [2, 3]
+        assert await steps_on(store, "disk") == [2, 3]
         assert [event.step for event in heard.of(RetentionCut)] == [1]
         assert not heard.of(TierFailed)
         assert tier_of(store, "disk").packs.used <= capacity
@@ -85,7 +81,7 @@ async def test_no_capacity_is_exceeded_by_a_step_that_takes_more_than_there_is(
         await (await store.save(1, state(1, 24))).reached("disk")
         with pytest.raises(NoSpace, match="raise its capacity"):
             await (await store.save(2, state(2, 62))).reached("disk")
-        assert await on_disk(store) == [1]
+        assert await steps_on(store, "disk") == [1]
         assert tier_of(store, "disk").packs.used <= capacity
         scratch = store._life.engine.state.scratch
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.frameworks import require
-from support.scenes import CHUNK, Heard, assert_restored, config, folder, ram, tree
+from support.scenes import CHUNK, Heard, assert_restored, config, folder, ram, steps_on, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file
@@ -72,7 +72,7 @@ async def test_a_look_at_an_older_step_costs_none_that_was_saved_after_it(place:
         faults.revive("disk")
         await heard.first(TierRecovered)
         await store.flush()
-        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [1, 2, 3]
+        assert await steps_on(store, "disk") == [1, 2, 3]
     async with place.opened() as store:
         assert await branch(store) == [(1, 1), (2, 2), (3, 3)]
         assert_restored(await store.restore(), tree(3))
@@ -426,10 +426,10 @@ async def test_off_branch_steps_stay_until_a_later_save_is_as_safe(place: Place,
         await store.save(101, tree(101))
         await store.flush()
         await store.collect()
-        assert [info.step for info in await store.steps() if "disk" in info.tiers] == there
+        assert await steps_on(store, "disk") == there
         assert await store.where(200) == ("ram", "disk")
         with pytest.raises(Conflict, match="last good copy"):
             await store.evict(200, "disk")
         await store.promote(101, "disk")
         await store.flush()
-        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [*there[:-1], 101]
+        assert await steps_on(store, "disk") == [*there[:-1], 101]

@@ -15,7 +15,7 @@ from support.cohort import DEADLINE, RanksPlace, assert_whole, common, part, who
 from support.insight import flip_chunk, index_of, tier_of
 from support.limits import limit
 from support.rank_insight import none, remembered
-from support.scenes import SOON, config, files_under, folder, pack_bytes, ram
+from support.scenes import SOON, config, files_under, folder, pack_bytes, ram, steps_on
 
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file
@@ -463,7 +463,7 @@ async def test_all_ranks_know_what_the_shared_tier_retains(place: Place) -> None
             *(heard.first(StepEvicted, lambda event: event.step == 2 and event.tier == "disk") for heard in ranks.heard)
         )
         for store in ranks.stores:
-            assert [info.step for info in await store.steps() if "disk" in info.tiers] == [3, 4]
+            assert await steps_on(store, "disk") == [3, 4]
         assert [name[:10] for name in place.steps()] == ["0000000003", "0000000004"]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.cohort import COLUMNS, DEADLINE, ROWS, RanksPlace, assert_whole, blank, common, part, whole
 from support.insight import flip, mapped_below, tier_of
-from support.scenes import SOON, config, folder
+from support.scenes import SOON, config, folder, steps_on
 
 from tieredckpt import CheckpointStore, Shard, Sharded
 from tieredckpt.blobs.wrap import Deadline
@@ -323,7 +323,7 @@ async def test_a_step_that_is_lost_in_ram_is_not_offered(place: Place) -> None:
             await ranks.reached(await ranks.save(step), "disk")
         await ranks.flush()
         for store in ranks.stores:
-            held = [info.step for info in await store.steps() if "ram" in info.tiers]
+            held = await steps_on(store, "ram")
             assert 1 not in held
             assert 4 in held
         for restored in await ranks.restored(1):
@@ -341,7 +341,7 @@ async def test_what_one_rank_lets_go_for_room_is_in_the_ram_of_none(place: Place
         await ranks.reached(await ranks.save(4), "disk")  # with which rank 1 has said what has left
         await asyncio.gather(*(heard.first(StepEvicted, lambda event: event.step == 1) for heard in ranks.heard))
         for store in ranks.stores:
-            assert [info.step for info in await store.steps() if "ram" in info.tiers][-1] == 4
+            assert (await steps_on(store, "ram"))[-1] == 4
             assert "ram" not in await store.where(1)
         for rank in (0, 2):
             tier = ranks[rank]._life.engine.state.tiers[0]
