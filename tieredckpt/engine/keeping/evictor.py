@@ -92,9 +92,8 @@ class Evictor:
     async def try_evict(self, step: StepId, tier: Tier) -> bool:
         """`evict` a step that is held, or is stale, where nothing forbids it; whether it was done."""
         there = step in tier.steps.held or isinstance(tier.steps.damaged.get(step), Stale)
-        if not there or step in tier.steps.leaving or not self._state.manages(tier):
-            return False
-        if why_kept(self._state, step, tier):
+        may_leave = there and step not in tier.steps.leaving and self._state.manages(tier)
+        if not may_leave or why_kept(self._state, step, tier):
             return False
         try:
             await self.evict(step, tier)

@@ -189,16 +189,14 @@ def _shown(places: Collection[Place]) -> str:
 
 async def mark_ram(state: State) -> None:
     """Mark RAM with the identity of the store. A failure shows again at the next use."""
-    ram = state.tiers[0]
-    if ram.ram is not None and ram.ram.slab.writable and state.identity.marker is not None:
-        before = ram.marker
-        ram.marker = state.identity.marker
-        if before is not None and not state.identity.marker.owns(before.store):  # by which its folder is called
-            ram.marker = msgspec.structs.replace(
-                state.identity.marker, forked_from=(before.store, *state.identity.marker.ancestors)
-            )
-        with suppress(TieredCkptError):
-            await marker_file.write(ram.store, ram.marker)
+    tier, marker = state.tiers[0], state.identity.marker
+    if tier.ram is None or not tier.ram.slab.writable or marker is None:
+        return
+    if tier.marker is not None and not marker.owns(tier.marker.store):  # by which its folder is called
+        marker = msgspec.structs.replace(marker, forked_from=(tier.marker.store, *marker.ancestors))
+    tier.marker = marker
+    with suppress(TieredCkptError):
+        await marker_file.write(tier.store, marker)
 
 
 # -- the note ---------------------------------------------------------------------------------------------
