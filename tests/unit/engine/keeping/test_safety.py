@@ -207,9 +207,12 @@ async def test_a_copy_whose_packs_are_known_to_be_gone_is_no_good_copy(
         assert_restored(await store.restore(), tree(1))
 
 
-@pytest.mark.parametrize("lacking", ["disk", "far"], ids=["the first", "the second"])
-async def test_a_copy_whose_packs_are_gone_is_made_good_from_another_tier(tmp_path: Path, lacking: str) -> None:
-    async with CheckpointStore.open(config({name: folder(tmp_path / name) for name in ("disk", "far")})) as store:
+@pytest.mark.parametrize(("nearest", "lacking"), [("ram", "disk"), ("near", "near"), ("near", "disk")])
+async def test_a_copy_whose_packs_are_gone_is_made_good_from_another_tier(
+    shared_memory: Path, tmp_path: Path, nearest: str, lacking: str
+) -> None:
+    first = ram(shared_memory) if nearest == "ram" else folder(tmp_path / nearest)
+    async with CheckpointStore.open(config({nearest: first, "disk": folder(tmp_path / "disk")})) as store:
         await store.save(1, tree(1))
         await store.save(2, tree(2))
         await store.flush()
@@ -218,7 +221,7 @@ async def test_a_copy_whose_packs_are_gone_is_made_good_from_another_tier(tmp_pa
         await store.flush()
         for step in (1, 2):
             assert all(not each.problem for each in await store.verify(step))
-        await store.evict(1, "far" if lacking == "disk" else "disk")
+        await store.evict(1, "disk" if lacking == nearest else nearest)
 
 
 async def test_a_pack_that_many_steps_use_is_asked_for_no_more_often_when_it_is_gone(
