@@ -79,7 +79,9 @@ class Scene:
         async def commit() -> None:
             index = await step_index.load(self.tier, self.step)
             half = index.arrays["half"]
-            wrong = ArrayIndex(half.grid, half.dtype, [Chunk(half.chunks[0].digest, bytes(80))])
+            (chunk,) = half.chunks
+            assert isinstance(chunk.where, bytes)
+            wrong = ArrayIndex(half.grid, half.dtype, [Chunk(chunk.digest, bytes(len(chunk.where)))])
             await commit_file.commit(self.tier, index.record, {**index.arrays, "half": wrong})
 
         await self.store._life.loop.call(commit())

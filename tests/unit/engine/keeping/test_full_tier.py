@@ -176,9 +176,10 @@ async def test_a_step_drives_out_none_that_a_slower_tier_is_still_to_get(
 
 @pytest.mark.parametrize("capacity", [4 * STEP + CHUNK, None], ids=["capacity", "device"])
 async def test_a_step_that_ram_cannot_hold_drives_out_older_ones_as_well(
-    shared_memory: Path, tiny_file_system: Path, capacity: int | None
+    shared_memory: Path, tmp_path: Path, request: pytest.FixtureRequest, capacity: int | None
 ) -> None:
-    disk = folder(tiny_file_system / "disk", retain="all", capacity=capacity)
+    root = tmp_path if capacity else request.getfixturevalue("tiny_file_system")
+    disk = folder(root / "disk", retain="all", capacity=capacity)
     async with CheckpointStore.open(config({"ram": ram(shared_memory, capacity=CHUNK), "disk": disk})) as store:
         heard = Heard(store)
         for step in range(1, 11):

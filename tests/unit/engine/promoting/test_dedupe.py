@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +100,17 @@ async def test_identical_arrays_are_stored_once(three_tiers: StoreConfig) -> Non
 async def test_a_state_that_comes_back_is_not_written_again(three_tiers: StoreConfig, meanwhile: str) -> None:
     """Nor by a new process, which knows what every tier holds."""
     one = state(1)
-    store = await CheckpointStore.open(three_tiers)
-    await written(store, 1, one)
-    await written(store, 2, state(2))
-    if meanwhile != "nothing":
-        await (crash(store) if meanwhile == "crashed" else store.close())
-        store = await CheckpointStore.open(three_tiers)
-    again = await written(store, 3, one)
-    assert (again["disk"], again["far"]) == (0, 0)
-    assert again["ram"] == (ARRAYS * 2 * CHUNK if meanwhile == "closed" else 0)  # a clean end gives the memory back
-    assert_restored(await store.restore(), one)
-    await crash(store)
+    async with AsyncExitStack() as until_end:
+        store = await until_end.enter_async_context(CheckpointStore.open(three_tiers))
+        await written(store, 1, one)
+        await written(store, 2, state(2))
+        if meanwhile != "nothing":
+            await (crash(store) if meanwhile == "crashed" else store.close())
+            store = await until_end.enter_async_context(CheckpointStore.open(three_tiers))
+        again = await written(store, 3, one)
+        assert (again["disk"], again["far"]) == (0, 0)
+        assert again["ram"] == (ARRAYS * 2 * CHUNK if meanwhile == "closed" else 0)  # a clean end gives the memory back
+        assert_restored(await store.restore(), one)
 
 
 async def test_a_promotion_tells_the_bytes_of_all_its_packs(
