@@ -56,7 +56,7 @@ def talkative(root: Path) -> None:
     for name, data in {
         layout.MARKER: as_json(marker_json()),
         BTREE: files.btree,
-        layout.manifest_key(record.step, record.serial): files.manifest,
+        record.id.manifest_key: files.manifest,
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)

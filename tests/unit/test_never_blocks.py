@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from blockbuster import blockbuster as detector
 from reliability.tiers import FaultyTiers
-from support.scenes import SOON, Heard, assert_restored, config, folder, ram, tree
+from support.scenes import SOON, Heard, assert_restored, config, folder, ram, steps_on, tree
 
 from tieredckpt import CheckpointStore, _life, checkpoint, store
 from tieredckpt.engine import loop
@@ -109,7 +109,7 @@ async def live(store: CheckpointStore) -> None:
     assert [found.problem for found in await store.verify(2, "slow", repair=True)] == [""]
     await store.evict(3, "ram")
     await store.evict(1, "slow")
-    assert [info.step for info in await store.steps() if "slow" in info.tiers] == [2, 3]
+    assert await steps_on(store, "slow") == [2, 3]
     assert await store.where() == ("slow",)
     await store.describe()
     await store.spec(3, "params/w0")

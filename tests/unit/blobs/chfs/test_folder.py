@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scenes import assert_restored, assert_same, config, folder, ram, tree
+from support.scenes import assert_restored, assert_same, config, folder, ram, steps_on, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig, load, to_toml
@@ -43,7 +43,7 @@ async def save(settings: StoreConfig, step: int) -> None:
 
 async def steps_on_pmem(settings: StoreConfig) -> list[int]:
     async with CheckpointStore.open(settings, read_only=True) as store:
-        return [info.step for info in await store.steps() if "pmem" in info.tiers]
+        return await steps_on(store, "pmem")
 
 
 async def test_two_trainings_with_disks_of_their_own_share_no_step(

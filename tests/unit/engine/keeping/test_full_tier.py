@@ -152,7 +152,7 @@ async def test_dead_packs_make_room_before_any_step_does(
         await store.save(3, state(3))
         await (await store.save(4, state(4, nbytes=CHUNK))).reached("disk")
         await store.flush()
-        assert min(info.step for info in await store.steps() if "disk" in info.tiers) == 2
+        assert min(await steps_on(store, "disk")) == 2
 
 
 async def test_a_step_drives_out_none_that_a_slower_tier_is_still_to_get(
@@ -261,8 +261,7 @@ async def test_several_ranks_bring_their_newest_step_to_a_full_tier(
     async with cohort(2, shared_memory, disk, disk_settings=settings) as ranks:
         for step in range(1, 9):
             await ranks.reached(await ranks.save(step), "disk")
-        infos = await ranks[0].steps()
-        held = [info.step for info in infos if "disk" in info.tiers]
+        held = await steps_on(ranks[0], "disk")
         assert len(held) >= 2
         assert held == list(range(9 - len(held), 9))
         await ranks.flush()

@@ -17,7 +17,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.cohort import assert_whole, cohort
 from support.insight import flip_chunk, tier_of
-from support.scenes import SOON, assert_same, config, crash, folder, ram, ram_in, tree
+from support.scenes import SOON, assert_same, config, crash, folder, ram, ram_in, steps_on, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.base import BlobInfo
@@ -335,9 +335,7 @@ async def test_steps_of_several_ranks_in_ram_are_seen_as_they_come_and_go(shared
             assert found.step == step
             assert_whole(found, step)
             assert {info.tiers for info in await reader.steps()} == {("ram",)}
-            assert [info.step for info in await reader.steps()] == [
-                info.step for info in await ranks[0].steps() if "ram" in info.tiers
-            ]
+            assert [info.step for info in await reader.steps()] == await steps_on(ranks[0], "ram")
 
 
 async def test_a_tier_that_failed_is_tried_again(place: Place, faults: FaultyTiers) -> None:

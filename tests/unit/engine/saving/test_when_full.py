@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import bytes_of_listed_steps, flip_chunk, slab_of, tier_of
-from support.scenes import CHUNK, SOON, Heard, assert_restored, config, folder, ram
+from support.scenes import CHUNK, SOON, Heard, assert_restored, config, folder, ram, steps_on
 
 from tieredckpt import Checkpoint, CheckpointStore
 from tieredckpt.blobs.ram import store as ram_store
@@ -64,7 +64,7 @@ class Scene:
         await self.heard.first(TierRecovered)
 
     async def in_ram(self) -> list[int]:
-        return [info.step for info in await self.store.steps() if "ram" in info.tiers]
+        return await steps_on(self.store, "ram")
 
     async def check(self, *steps: int) -> None:
         """These steps and no others are there, on the next tier, as they were saved, and the slab has no more."""

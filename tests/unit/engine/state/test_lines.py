@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 from reliability.tiers import FaultyTiers
 from support.limits import limit
-from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, ram, save_steps, tree
+from support.scenes import (
+    CHUNK,
+    Heard,
+    assert_restored,
+    assert_same,
+    config,
+    crash,
+    folder,
+    ram,
+    save_steps,
+    steps_on,
+    tree,
+)
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -58,7 +70,7 @@ async def test_off_branch_steps_leave_first_and_never_come_back_by_themselves(
         await store.flush()
         await store.restore(step=10)
         await save_steps(store, 11, 12)
-        assert [info.step for info in await store.steps() if "disk" in info.tiers] == [10, 11, 12]
+        assert await steps_on(store, "disk") == [10, 11, 12]
     async with CheckpointStore.open(settings) as store:
         await store.flush()
         assert [info.step for info in await store.steps()] == [10, 11, 12]
@@ -75,7 +87,7 @@ async def test_where_room_is_short_off_branch_steps_leave_first(shared_memory: P
         await save_steps(store, 10, 20, 30, to="disk")
         await store.restore(step=10)
         await save_steps(store, 11, 12, to="disk")
-        on_disk = [info.step for info in await store.steps() if "disk" in info.tiers]
+        on_disk = await steps_on(store, "disk")
         assert on_disk == [10, 30, 11, 12]
 
 
