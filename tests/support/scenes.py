@@ -89,11 +89,11 @@ def assert_restored(found: Restored | SyncRestored | None, expected: Any) -> Non
     assert_same(found.tree, expected)
 
 
-async def save_steps(store: CheckpointStore, *steps: int, to: str = "") -> None:
+async def save_steps(store: CheckpointStore, *steps: int, to: str | None = None) -> None:
     """Save the `tree` of each step, and wait until that tier has it; until all have what is due, if none is named."""
     for step in steps:
         checkpoint = await store.save(step, tree(step))
-        await (checkpoint.reached(to) if to else store.flush())
+        await (store.flush() if to is None else checkpoint.reached(to))
 
 
 async def steps_on(store: CheckpointStore, tier: str) -> list[int]:

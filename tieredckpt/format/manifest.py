@@ -86,21 +86,21 @@ class StepId(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Its folder on a tier. Raises `Invalid` as `layout.step_folder`; so do the next three."""
+        """Its folder on a tier. Raises `Invalid` as `layout.step_folder` does."""
         return layout.step_folder(self.step, self.serial)
 
     @property
     def manifest_key(self) -> str:
-        """Key of its commit file."""
+        """Key of its commit file. Raises `Invalid` as `layout.step_folder` does."""
         return layout.manifest_key(self.step, self.serial)
 
     @property
-    def btree_key(self) -> str:
-        """Key of the index nodes of its first commit."""
+    def first_btree_key(self) -> str:
+        """Key of the index nodes of its first commit. Raises `Invalid` as `layout.step_folder` does."""
         return layout.btree_key(self.step, self.serial)
 
     def part_key(self, rank: int) -> str:
-        """Key of a rank's part of it while it is being committed."""
+        """Key of a rank's part of it while it is being committed. Raises `Invalid` as `layout.part_key` does."""
         return layout.part_key(self.step, self.serial, rank)
 
 

@@ -96,7 +96,7 @@ async def evicting_older(
         except NoRoom as error:
             if await evict_older(state, collector, step, tier, error.need):
                 continue
-            why = _told_in_vain(tier) if fits(tier, error.need) and _is_in_vain(tier) else _told_unreadable(tier)
+            why = _in_vain_message(tier) if fits(tier, error.need) and _is_in_vain(tier) else _unreadable_message(tier)
             if not why:
                 raise
             raise NoRoom(f"{error}{why}", error.need) from error
@@ -145,7 +145,7 @@ def _is_in_vain(tier: Tier) -> bool:
     return 0 < tier.health.freed >= _VAIN * (tier.health.lacked + index)
 
 
-def _told_unreadable(tier: Tier) -> str:
+def _unreadable_message(tier: Tier) -> str:
     """Which steps keep all packs of a tier because their files cannot be read, for a message; empty where none does."""
     found = sorted(step for step, problem in tier.steps.damaged.items() if isinstance(problem, Unreadable))
     if not found:
@@ -156,7 +156,7 @@ def _told_unreadable(tier: Tier) -> str:
     )
 
 
-def _told_in_vain(tier: Tier) -> str:
+def _in_vain_message(tier: Tier) -> str:
     return (
         f"; older steps of {format_size(tier.health.freed)} left it, which made no room, so the others stay: see what "
         f"else takes its space (a storage target that is full while others have room, snapshots, files that are held "

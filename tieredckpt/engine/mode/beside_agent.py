@@ -59,7 +59,7 @@ class AgentTiers:
 
     async def commit(self, tier: Tier, index: StepIndex, packs: Mapping[str, int]) -> None:
         """See `SlowerTiers.commit`."""
-        key = index.record.id.btree_key
+        key = index.record.id.first_btree_key
         encoded = (await commit_file.encode(tier, index.record, index.arrays, key)).index
         await self._link.ask(messages.Commit(tier.name, encoded.manifest, encoded.btree, key, dict(packs)), again=False)
 

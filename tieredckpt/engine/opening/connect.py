@@ -59,7 +59,7 @@ def connect_ram(state: State, *, sharers: int, folder: Path | None = None) -> No
     """Make the RAM tier connect to this store's RAM, once the identity of the store is known.
 
     ``sharers`` counts the ranks that share the memory of this machine; ``folder`` is where an agent found its trainer's
-    RAM.
+    RAM, which it reads.
     """
     first = state.tiers[0]
     if state.config.ram is None:

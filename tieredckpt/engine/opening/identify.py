@@ -16,7 +16,7 @@ from tieredckpt.blobs.wrap import Below
 from tieredckpt.config.checks import probable_mistakes
 from tieredckpt.engine.opening.capacity import refuse_what_cannot_fit
 from tieredckpt.engine.opening.connect import connect, move_to_earlier_place
-from tieredckpt.engine.opening.markers import SeenMarker, by_steps, known_elsewhere, marker_of
+from tieredckpt.engine.opening.markers import SeenMarker, corrected_by_steps, known_elsewhere, marker_of
 from tieredckpt.engine.opening.ram import find, refuse_other_file_system
 from tieredckpt.engine.opening.ram_choice import Choice, SeenTier, choose, is_of_name, notes
 from tieredckpt.engine.opening.stale import set_stale_apart
@@ -106,9 +106,9 @@ async def _correct_markers(state: State, slower: Sequence[_Opening], found: Sequ
             at = [place] if (place := state.identity.places.get(each.tier.name)) is not None else []
             each.marker = known_elsewhere(each.marker, [*intact, *(ram.marker for ram in found if notes([ram], at))])
     known = {each.marker.store: each.marker for each in reversed(slower) if each.marker is not None}
-    for each in slower if len(known) > 1 else ():
+    for each in slower:
         if each.marker is not None:
-            each.marker = await by_steps(each.tier, each.marker, known)
+            each.marker = await corrected_by_steps(each.tier, each.marker, known)
 
 
 async def _look_at_earlier_places(state: State, slower: Sequence[_Opening], found: Sequence[FoundRam]) -> None:

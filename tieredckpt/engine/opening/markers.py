@@ -18,7 +18,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepRecord, find_record
 from tieredckpt.format.marker import StoreMarker
 
-__all__ = ["SeenMarker", "by_steps", "known_elsewhere", "marker_of", "store_of_steps"]
+__all__ = ["SeenMarker", "corrected_by_steps", "known_elsewhere", "marker_of", "store_of_steps"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -106,8 +106,10 @@ async def _newest_records(tier: Tier) -> list[StepRecord]:
     return records
 
 
-async def by_steps(tier: Tier, marker: StoreMarker, known: Mapping[str, StoreMarker]) -> StoreMarker:
+async def corrected_by_steps(tier: Tier, marker: StoreMarker, known: Mapping[str, StoreMarker]) -> StoreMarker:
     """The marker of a tier; if its steps contradict that, a ``known`` one of another tier that agrees with them."""
+    if len(known) < 2:
+        return marker  # the tiers name one store, or none: no steps are read
     try:
         store = await store_of_steps(tier)
     except TierUnavailable:

@@ -92,6 +92,8 @@ async def judged_within(seconds: float, found: FoundRam) -> FoundRam:
 async def open_ram(state: State, *, sharers: int) -> RamStore:
     """Open the RAM tier to write to it, or make it, in memory that ``sharers`` ranks of this machine share.
 
+    ``state`` is of a store whose identity is known.
+
     Raises:
         Conflict: another process writes to it, or this store is a copy of the folder that the RAM belongs to.
         As `RamStore.open` else.

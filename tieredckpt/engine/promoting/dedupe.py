@@ -36,8 +36,8 @@ async def refer_to_intact(
     doubted is always read. The caller holds ``tier.packs.guard``, or has noted the packs in
     ``tier.packs.streamed_to``.
 
-    ``step`` is to be committed, None if it has no identity yet; ``sizes`` has the bytes of each chunk that it is to
-    refer to. Copies in ``encoding`` are preferred; None is that of the tier.
+    ``tier`` is a durable one. ``step`` is to be committed, None if it has no identity yet; ``sizes`` has the bytes of
+    each chunk that it is to refer to. Copies in ``encoding`` are preferred; None is that of the tier.
 
     Raises `TierUnavailable` when a copy or an index could not be read.
     """

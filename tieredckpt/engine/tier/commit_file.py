@@ -51,7 +51,7 @@ class Encoded:
 def free_btree_key(tier: Tier, step: StepId) -> str:
     """A free key for the index nodes of the next commit of a step: no other commit of this step has used it."""
     may_be_used = tier.store.traits.remote or _may_be_there(tier, step)
-    return f"{step.btree_key}-{secrets.token_hex(4)}" if may_be_used else step.btree_key
+    return f"{step.first_btree_key}-{secrets.token_hex(4)}" if may_be_used else step.first_btree_key
 
 
 def _may_be_there(tier: Tier, step: StepId) -> bool:

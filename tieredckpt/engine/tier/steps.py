@@ -364,7 +364,10 @@ class Steps:
         self.indexes.forget(step)
 
     def resolve(self, step: StepId, grace: float = math.inf) -> None:
-        """Forget the failed commit of a step, whose state is known; one that may come late, only after ``grace`` s."""
+        """Forget the failed commit of a step, whose state is known.
+
+        Where commits may come late, it stays until it is ``grace`` seconds old; without ``grace``, it stays.
+        """
         if (commit := self.indeterminate.get(step)) is not None and (not self.commits_come_late or commit.age >= grace):
             del self.indeterminate[step]
 

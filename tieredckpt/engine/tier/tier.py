@@ -195,7 +195,7 @@ class Tier:
 
     @property
     def works(self) -> bool:
-        """Whether it is healthy and answers: what may come there at once."""
+        """Whether it is healthy and `responsive`: what may come there at once."""
         return self.healthy and self.responsive
 
     @property

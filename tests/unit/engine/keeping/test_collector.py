@@ -288,7 +288,7 @@ async def test_packs_of_a_damaged_step_stay_when_the_clock_is_set_on(
         assert set(disk.packs.sizes) == kept
 
 
-async def test_a_pack_that_is_mostly_dead_is_rewritten_told_less_what_was_written_anew_and_everything_restores(
+async def test_a_pack_that_is_mostly_dead_is_rewritten_and_everything_restores(
     place: Place, disk: dict[str, Any]
 ) -> None:
     trees = {2: changed(2, keeps=1), 3: changed(3, keeps=1)}

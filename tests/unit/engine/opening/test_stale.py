@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ def with_disk(
     return config(tiers, name="run")
 
 
-async def left_on_a_disk(place: Path, faults: FaultyTiers, *since: int) -> None:
+async def left_on_a_disk(place: Path, faults: FaultyTiers, *, since: Sequence[int] = ()) -> None:
     """Step 1 is everywhere; steps 2 and 3 are on node a alone, on its disk too; node b saved the steps ``since``."""
     async with CheckpointStore.open(with_disk("a", place)) as store:
         await store.save(1, state(1))
@@ -140,7 +140,7 @@ async def go_on_at_b(place: Path, *steps: int) -> None:
 async def test_a_step_on_a_nodes_own_disk_is_not_taken_for_the_one_that_was_saved_elsewhere_since(
     place: Path, faults: FaultyTiers, read_only: bool
 ) -> None:
-    await left_on_a_disk(place, faults, 2, 3)
+    await left_on_a_disk(place, faults, since=(2, 3))
     async with CheckpointStore.open(with_disk("a", place), read_only=read_only) as store:
         for _ in range(2):  # a reader lists at every call
             for step in (2, 3, None):
@@ -150,7 +150,7 @@ async def test_a_step_on_a_nodes_own_disk_is_not_taken_for_the_one_that_was_save
 async def test_what_the_same_run_saved_after_it_is_set_apart_and_leaves_when_room_is_made(
     place: Path, faults: FaultyTiers
 ) -> None:
-    await left_on_a_disk(place, faults, 2)
+    await left_on_a_disk(place, faults, since=(2,))
     last_two = {"kind": "last_n", "n": 2}
     async with CheckpointStore.open(with_disk("a", place, retain=last_two)) as store:
         assert_restored(await store.restore(), state(2))
@@ -168,7 +168,7 @@ async def test_what_the_same_run_saved_after_it_is_set_apart_and_leaves_when_roo
 async def test_what_the_same_run_saved_after_it_stays_away_when_that_step_is_there_anew(
     place: Path, faults: FaultyTiers
 ) -> None:
-    await left_on_a_disk(place, faults, 2)
+    await left_on_a_disk(place, faults, since=(2,))
     for _ in range(2):
         async with CheckpointStore.open(with_disk("a", place)) as store:
             assert_restored(await store.restore(), state(2))
@@ -177,7 +177,7 @@ async def test_what_the_same_run_saved_after_it_stays_away_when_that_step_is_the
 
 
 async def test_a_stale_step_is_not_told_as_damage(place: Path, faults: FaultyTiers) -> None:
-    await left_on_a_disk(place, faults, 2)
+    await left_on_a_disk(place, faults, since=(2,))
     async with CheckpointStore.open(with_disk("a", place), read_only=True) as reader:
         assert all(not each.problem for each in await reader.scrub())
         assert all(not each.damaged for each in await reader.steps())
@@ -197,7 +197,7 @@ async def tells_no_damage(store: CheckpointStore) -> None:
 
 
 async def test_a_trainer_beside_an_agent_is_told_of_no_damage_either(place: Path, faults: FaultyTiers) -> None:
-    await left_on_a_disk(place, faults, 2)
+    await left_on_a_disk(place, faults, since=(2,))
     settings = with_disk("a", place, promote=RARELY).model_copy(update={"promote_in": "agent"})
     try:
         async with CheckpointStore.open(settings) as store:
@@ -314,7 +314,7 @@ async def test_what_lies_between_two_saves_of_a_slower_tier_is_stale_where_anoth
 async def test_what_was_saved_since_is_the_newest_also_where_nothing_was_restored(
     place: Path, faults: FaultyTiers
 ) -> None:
-    await left_on_a_disk(place, faults, 5)
+    await left_on_a_disk(place, faults, since=(5,))
     async with dying(with_disk("a", place), faults) as store:
         await (await store.save(6, state(6))).reached("own")
     shutil.rmtree(place / "a/ram")
@@ -323,7 +323,7 @@ async def test_what_was_saved_since_is_the_newest_also_where_nothing_was_restore
 
 
 async def test_what_was_saved_since_the_node_came_back_is_the_newest(place: Path, faults: FaultyTiers) -> None:
-    await left_on_a_disk(place, faults, 2, 3)
+    await left_on_a_disk(place, faults, since=(2, 3))
     async with dying(with_disk("a", place), faults) as store:
         await store.restore()
         await (await store.save(4, state(4))).reached("own")
@@ -349,7 +349,7 @@ def refuse_indexes(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> N
 async def test_a_disk_that_fails_while_its_steps_are_compared_does_not_stop_the_training(
     place: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await left_on_a_disk(place, faults, 2)
+    await left_on_a_disk(place, faults, since=(2,))
     refuse_indexes(monkeypatch, TierUnavailable)
     with tried_again_soon():
         async with CheckpointStore.open(with_disk("a", place)) as store:
@@ -366,7 +366,7 @@ async def test_a_disk_that_fails_while_its_steps_are_compared_does_not_stop_the_
 async def test_a_stale_step_whose_index_is_lost_neither_stops_the_opening_nor_comes_back(
     place: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    await left_on_a_disk(place, faults, 2)
+    await left_on_a_disk(place, faults, since=(2,))
     refuse_indexes(monkeypatch, error)
     async with CheckpointStore.open(with_disk("a", place)) as store:
         monkeypatch.undo()
@@ -384,7 +384,7 @@ async def test_a_stale_step_that_leaves_while_its_packs_are_looked_up_does_not_s
         await commit_file.retract(tier, step)
         return found
 
-    await left_on_a_disk(place, faults, 2)
+    await left_on_a_disk(place, faults, since=(2,))
     monkeypatch.setattr(step_index, "packs", leave)
     async with CheckpointStore.open(with_disk("a", place)) as store:
         monkeypatch.undo()
@@ -397,7 +397,7 @@ async def test_a_stale_step_that_leaves_while_its_packs_are_looked_up_does_not_s
 async def test_a_disk_that_is_opened_again_brings_nothing_back_either(
     place: Path, faults: FaultyTiers, mounted_late: bool
 ) -> None:
-    await left_on_a_disk(place, faults, 2)
+    await left_on_a_disk(place, faults, since=(2,))
     if mounted_late:
         faults.refuse("own")
     with tried_again_soon():

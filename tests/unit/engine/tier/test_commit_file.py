@@ -426,7 +426,7 @@ async def test_a_commit_that_was_encoded_for_what_did_not_come_true_is_encoded_a
 
     async def commit() -> tuple[StepIndex, StepIndex]:
         index = await step_index.load(tier, scene.step)
-        arrays, name = dict(index.arrays), scene.step.btree_key
+        arrays, name = dict(index.arrays), scene.step.first_btree_key
         if changed == "arrays":
             key, array = next(iter(arrays.items()))
             arrays[key] = replace(array, chunks=[Chunk(chunk.digest[::-1], chunk.where) for chunk in array.chunks])

@@ -232,7 +232,7 @@ class CollectiveRestores:
         if parts is None:
             raise NotFound(f"the parts of {step} in RAM are not known any more")
         merged = merge_parts(parts)
-        btree_key = step.btree_key
+        btree_key = step.first_btree_key
         index = encode_step(merged.record, merged.arrays, btree_path=btree_key, encoding=PLAIN)
         return index.manifest, index.btree, btree_key
 
