@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tieredckpt.blobs.base import BlobStore, Survives
-from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import TierUnavailable
 from tieredckpt.format.manifest import StepId

@@ -24,7 +24,7 @@ from tieredckpt.engine.scratch import Scratch
 from tieredckpt.engine.state.branch import Branch
 from tieredckpt.engine.state.observation import Observation, blend
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId, StepRecord

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieredckpt.config import load
-from tieredckpt.engine.tier.steps import HeldSteps
+from tieredckpt.engine.tier.held import HeldSteps
 from tieredckpt.errors import Invalid
 from tieredckpt.plan import simulate as simulation
 from tieredckpt.plan.actions import Action

@@ -16,7 +16,7 @@ from tieredckpt.config import StoreConfig, dump_with_secrets
 from tieredckpt.engine.agent.messages import Happened, InRam, OnTier
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.views import write_bandwidth
-from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, StepOnTier
 from tieredckpt.errors import Corrupt

@@ -18,7 +18,8 @@ from tieredckpt.engine.keeping.policies import holds_for_good, retained
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.step_table import StepTable
 from tieredckpt.engine.state.views import step_view, store_view
-from tieredckpt.engine.tier.steps import Held, Steps
+from tieredckpt.engine.tier.held import Held
+from tieredckpt.engine.tier.steps import Steps
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import DictNode
 from tieredckpt.policy.base import StoreView, TierView, decided, keeps_all

@@ -18,9 +18,10 @@ from tieredckpt.engine import limits
 from tieredckpt.engine.opening.catalog_read import Footers, believed, read_catalogs, stamp_of
 from tieredckpt.engine.opening.unreadable import Reads
 from tieredckpt.engine.tier import marker_file, step_index
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.ram import Ram
-from tieredckpt.engine.tier.steps import Held, IndeterminateDelete, Stale, Unreadable
+from tieredckpt.engine.tier.steps import IndeterminateDelete, Stale, Unreadable
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from tieredckpt.blobs.base import Unanswered
 from tieredckpt.engine.tier import marker_file
-from tieredckpt.engine.tier.steps import Held, Unreadable
+from tieredckpt.engine.tier.held import Held
+from tieredckpt.engine.tier.steps import Unreadable
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId

@@ -34,7 +34,7 @@ from tieredckpt.engine.ranks.reopen import keep_open
 from tieredckpt.engine.state.adoption import adopt_newest
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
-from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import StepOnTier, brief, decode, encode
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TieredCkptError

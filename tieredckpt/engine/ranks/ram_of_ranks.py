@@ -28,7 +28,7 @@ from tieredckpt.engine.ranks.node_ram import folders_of_ranks, look_into, near
 from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import Near, RamOfRanksStep, State
 from tieredckpt.engine.tier import step_index
-from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout

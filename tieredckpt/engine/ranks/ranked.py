@@ -59,7 +59,7 @@ from tieredckpt.engine.state.adoption import adopt_if_gone
 from tieredckpt.engine.state.branch import Origin
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
-from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, StepOnTier
 from tieredckpt.errors import Conflict, NoSpace, NotFound, RanksUnavailable, TierUnavailable

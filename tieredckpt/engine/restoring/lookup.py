@@ -10,7 +10,7 @@ from tieredckpt.engine.restoring.moved import Moved, has_moved, places
 from tieredckpt.engine.restoring.source import ask_again, report_silent
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import step_index
-from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId, StepRecord

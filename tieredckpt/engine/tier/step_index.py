@@ -6,8 +6,8 @@ import asyncio
 
 import msgspec
 
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.index_cache import packs_of
-from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound
 from tieredckpt.format import ocdbt

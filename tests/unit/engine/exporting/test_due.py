@@ -17,7 +17,7 @@ from tieredckpt.engine.state.branch import Branch
 from tieredckpt.engine.state.membership import Membership
 from tieredckpt.engine.state.observation import Observation
 from tieredckpt.engine.state.views import tier_view
-from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId
 from tieredckpt.policy import Promotion, Retention, StepView, StoreView, TierView

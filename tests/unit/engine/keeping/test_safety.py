@@ -18,7 +18,7 @@ from tieredckpt.engine.keeping.safety import why_kept
 from tieredckpt.engine.opening.connect import make_tiers
 from tieredckpt.engine.state.membership import Role
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, TierUnavailable
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId

@@ -16,7 +16,7 @@ from tieredckpt.engine.exporting.places import Record
 from tieredckpt.engine.keeping.policies import any_due
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.state.state import State
-from tieredckpt.engine.tier.steps import Held
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.events import Events
 from tieredckpt.format.manifest import StepId

@@ -13,8 +13,8 @@ from support.records import first_record
 from tieredckpt.config import PosixTier
 from tieredckpt.engine.state.step_table import Line, StepTable
 from tieredckpt.engine.state.views import step_view
+from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.sizes import Sizes
-from tieredckpt.engine.tier.steps import Held
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.format.manifest import StepId, StepRecord
 from tieredckpt.format.structure import NoneNode
