@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 
 from tieredckpt.concurrency import whole
@@ -65,7 +65,7 @@ class Evictor:
         finally:
             tier.steps.leaving.discard(step)
             if not tier.steps.keeps(step):  # also where a cancellation came too late
-                self._gone(step, tier)
+                self.tell_gone(step, tier)
             else:
                 self._state.changed.notify()  # wakes who waits for its memory, or for it to be gone
 
@@ -103,7 +103,8 @@ class Evictor:
             raise
         return True
 
-    def _gone(self, step: StepId, tier: Tier) -> None:
+    def tell_gone(self, step: StepId, tier: Tier) -> None:
+        """Note and tell that a step has left a tier."""
         tombstones = tier.steps.tombstones
         tombstones.add(step)
         if len(tombstones) > sum(len(each.steps.held) for each in self._state.tiers):  # to list all steps takes longer
@@ -141,7 +142,7 @@ class Evictor:
             async with tier.steps.turn(step):  # a promotion that comes now may put its index nodes there, or has failed
                 if tier.steps.damaged.get(step) is error and tier.steps.indeterminate.get(step) is uncertain:
                     tier.steps.drop(step)
-                    self._gone(step, tier)
+                    self.tell_gone(step, tier)
                     await tier.store.delete(error.held.btree_key)
 
     def _expire_deletions(self, tier: Tier) -> None:
@@ -169,14 +170,8 @@ class Evictor:
     async def look_again(self, step: StepId, tier: Tier) -> None:
         """Read a damaged commit once more and apply the result. Raises as a blob store does."""
         if await look_again(tier, step):
-            self._gone(step, tier)
+            self.tell_gone(step, tier)
         self._state.changed.notify()
-
-    def tell_gone(self, steps: Iterable[StepId], tier: Tier) -> None:
-        """Emit `StepEvicted` for those of ``steps`` that a new scan of the tier has not found any more."""
-        for step in steps:
-            if step not in tier.steps.held and step not in tier.steps.damaged:
-                self._gone(step, tier)
 
     async def drop_part(self, step: StepId, tier: Tier) -> None:
         """Drop this rank's part of a step from RAM, because the step is not or no longer committed."""

@@ -28,13 +28,13 @@ async def packs_by_step(tier: Tier) -> dict[StepId, frozenset[str]]:
 
     That one is being deleted. Raises as `read_indexes`.
     """
-    held, known = tier.steps.held, tier.steps.indexes.packs
-    asked: set[StepId] = set()
+    steps, asked = tier.steps, set[StepId]()
     # Again for those that were read well meanwhile; of those that leave, some may be gone.
-    while unread := held.keys() - known.keys() - (asked & tier.steps.leaving):
+    while unread := steps.held.keys() - steps.indexes.packs.keys() - (asked & steps.leaving):
         asked |= unread
         await read_indexes(tier, unread)
-    return {step: known[step] for step in held if step in known} | tier.steps.damaged.stale()
+    known = steps.indexes.packs
+    return {step: known[step] for step in steps.held if step in known} | steps.damaged.stale()
 
 
 def unread(tier: Tier, used: Mapping[StepId, frozenset[str]]) -> AbstractSet[StepId]:
@@ -71,7 +71,7 @@ async def read_indexes(tier: Tier, steps: Collection[StepId], use: Callable[[Ste
                 _log.warning("tier %r: %s cannot be read there: %s", tier.name, step, error)
                 tier.quarantine(step, error)
         else:
-            if step in tier.steps.indexes:  # else it left, or the tier is being scanned again
+            if step in tier.steps.indexes:  # else it left
                 tier.steps.indexes.packs[step] = packs_of(index.arrays)
             if use is not None:
                 use(index)

@@ -48,10 +48,10 @@ async def write_catalog(tier: Tier, store: str) -> bool:
     New entries are merged with the catalogs that are at most twice as large. So there are few catalogs, and each pack
     and step is written a few times altogether. Raises as the tier's store does.
     """
-    known = tier.steps.catalogued
     if _plan(tier) is None:
         return False
     async with tier.packs.guard:  # nothing is committed or collected while the entries are gathered
+        known = tier.steps.catalogued
         known.packs &= tier.packs.sizes.keys()
         known.steps &= tier.steps.held.keys()
         await _stamp(tier, tier.steps.held.keys() - known.steps)
@@ -76,7 +76,7 @@ async def write_catalog(tier: Tier, store: str) -> bool:
         await _put(tier, catalog, dict(zip(plan.steps[some], stamps[some], strict=True)))
     for key in plan.replaces:
         await tier.store.delete(key)
-        known.files.pop(key, None)
+        tier.steps.catalogued.files.pop(key, None)
     return True
 
 
@@ -169,11 +169,12 @@ def _entry(step: StepId, record: StepRecord, stamp: Stamp) -> CatalogStep:
 
 
 async def _put(tier: Tier, catalog: Catalog, stamps: Mapping[StepId, Stamp]) -> None:
-    known, key = tier.steps.catalogued, layout.catalog_key(secrets.token_hex(16))
+    key = layout.catalog_key(secrets.token_hex(16))
     data = await asyncio.to_thread(encode_catalog, catalog)
     if len(data) > MAX_CATALOG:
         return  # one step with metrics beyond all measure: it is read at each opening
     await tier.store.put(key, [data])
+    known = tier.steps.catalogued
     # What was committed anew meanwhile has another stamp, or none yet.
     steps = frozenset(step for step, stamp in stamps.items() if known.stamps.get(step) == stamp)
     packs = frozenset(catalog.packs)

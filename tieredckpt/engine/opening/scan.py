@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,9 @@ from tieredckpt.engine.opening.unreadable import Reads
 from tieredckpt.engine.tier import marker_file, step_index
 from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.index_cache import unique_extents
+from tieredckpt.engine.tier.packs import Packs
 from tieredckpt.engine.tier.ram import Ram
-from tieredckpt.engine.tier.steps import IndeterminateDelete, Stale, Unreadable
+from tieredckpt.engine.tier.steps import IndeterminateDelete, Stale, Steps, Unreadable
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout, ocdbt, pack
@@ -45,23 +47,35 @@ async def scan_tier(tier: Tier, store: str | None = None, listed: Sequence[BlobI
     A step with a file that cannot be read, though the tier works, counts as damaged (`Unreadable`).
 
     Steps and packs that its catalogs have and its listing confirms are not read, except for the newest step that can
-    be read: a restore takes that one.
+    be read: a restore takes that one. What was known before stays known until all is read, or if that fails.
 
     Args:
         tier: to be scanned.
         store: whose catalogs are believed.
         listed: all that the tier holds now; None to list it.
     """
-    tier.clear()
-    tier.steps.scanning = True
-    tier.steps.gone_unseen.clear()
+    steps = tier.steps
+    before = steps.known()
+    steps.scanning = True
+    read = replace(tier, steps=Steps(impaired=steps.impaired), packs=Packs())
     try:
-        await _scan(tier, store, listed)
-        while tier.steps.gone_unseen:
-            if not await step_index.is_committed(tier, step := tier.steps.gone_unseen.pop()):
-                tier.steps.drop(step)
+        await _scan(read, store, listed)
+        for step in before - steps.known():
+            read.steps.drop(step)  # it left, perhaps after it was read
+        _leave_in_doubt(steps, read)
+        tier.exchange(read.steps, read.packs)
     finally:
-        tier.steps.scanning = False
+        steps.scanning = False
+
+
+def _leave_in_doubt(steps: Steps, read: Tier) -> None:
+    """Take over the failed deletions, of which some may have ended after their steps were read."""
+    for step, error in steps.damaged.items():
+        if isinstance(error, IndeterminateDelete):
+            if (held := read.steps.held.get(step)) is not None:
+                read.quarantine(step, IndeterminateDelete(str(error), held))
+            else:
+                read.steps.damaged.setdefault(step, error)
 
 
 async def _scan(tier: Tier, store: str | None, listed: Sequence[BlobInfo] | None) -> None:
@@ -276,7 +290,7 @@ async def look_again(tier: Tier, step: StepId) -> bool:
     Returns whether it turned out to be gone. Raises `TierUnavailable`.
     """
     before = tier.steps.damaged[step]
-    if isinstance(before, (IndeterminateDelete, Stale)):
+    if isinstance(before, (TierUnavailable, Stale)):
         return False  # it can be read, and is not to be
     found = await _read_step(tier, step)
     if tier.steps.damaged.get(step) is not before:
@@ -305,7 +319,7 @@ async def _claim_extents(tier: Tier, ram: Ram) -> None:
             tier.quarantine(step, error)
     for step, problem in tuple(tier.steps.damaged.items()):
         _log.warning("tier %r: %s was dropped from RAM, it cannot be read: %s", tier.name, step, problem)
-        await asyncio.to_thread(ram.store.retire, layout.manifest_key(step.step, step.serial))
+        await asyncio.to_thread(ram.store.retire, step.manifest_key)
         tier.steps.drop(step)
 
 
@@ -324,7 +338,7 @@ async def _claim_unread(tier: Tier, ram: Ram) -> None:
 async def _remove_strays(tier: Tier) -> None:
     """Delete files that no committed step refers to: RAM has one writer, so a dead writer has left them."""
     known = {held.btree_key for held in tier.steps.held.values()}
-    known |= {layout.manifest_key(step.step, step.serial) for step in tier.steps.held}
+    known |= {step.manifest_key for step in tier.steps.held}
     async for info in tier.store.list(layout.STEPS):
         if info.key not in known:
             await tier.store.delete(info.key)

@@ -88,16 +88,18 @@ async def set_stale_apart(state: State) -> None:
 async def compare_with_slower(state: State, tier: Tier) -> None:
     """Count no stale step as held on a tier below RAM.
 
-    Raises `TierUnavailable` where one cannot be read; then what the tier holds is not known.
+    Raises `TierUnavailable` where one cannot be read; then all that the tier holds is to be read again.
     """
     if tier.in_memory or tier.derived:
         return
+    stale = stale_steps([held.record for held in tier.steps.held.values()], state.tiers[tier.index + 1 :])
     tier.steps.scanning = True
     try:
-        for step in stale_steps([held.record for held in tier.steps.held.values()], state.tiers[tier.index + 1 :]):
+        for step in stale:
             await _set_apart(tier, step)
-    except TierUnavailable:
-        tier.clear()
+    except TierUnavailable as error:
+        for step in stale:
+            tier.quarantine(step, error)
         tier.marker = None  # it is scanned again
         raise
     finally:

@@ -117,6 +117,7 @@ async def _copy(
         else:
             await check_room(step, tier, room)
         async with needing(need), tier.packs.guard:
+            tier.check_known()
             if step in tier.steps.held and not again:
                 return 0
             if again:

@@ -54,7 +54,7 @@ async def _refer_to_intact(
             continue  # it was forgotten since, as one of them is damaged
         if tier.packs.index[digest] != extent:
             tier.packs.index[digest] = extent
-        del tier.packs.duplicates[digest]
+        tier.packs.duplicates.pop(digest, None)
         unproven.add(digest)
     for committed in _to_ask(tier, step) if unproven else ():
         if not unproven:
@@ -108,12 +108,12 @@ def _of_one_encoding(tier: Tier, sizes: Mapping[bytes, int], wanted: Encoding) -
     Such a chunk needs no more proof than one with a single copy, unless it is doubted: a repair would have left a
     second copy in this encoding.
     """
-    found = {}
-    for digest in (tier.packs.duplicates.keys() & sizes.keys()) - tier.packs.doubted:
+    found, duplicates = {}, tier.packs.duplicates
+    for digest in (duplicates.keys() & sizes.keys()) - tier.packs.doubted:
         known = tier.packs.index.get(digest)
         if known is None:  # it was forgotten, as one of them is damaged
             continue
-        fitting = [each for each in (known, *tier.packs.duplicates[digest]) if wanted.fits(each.length, sizes[digest])]
+        fitting = [each for each in (known, *duplicates[digest]) if wanted.fits(each.length, sizes[digest])]
         if len(fitting) == 1:
             found[digest] = fitting[0]
     return found

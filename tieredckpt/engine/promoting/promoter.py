@@ -21,7 +21,6 @@ from tieredckpt.engine.restoring.source import SilentSource
 from tieredckpt.engine.state.promotions import promoting
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import marker_file
-from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NoSpace, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
 from tieredckpt.events import TierRecovered
@@ -59,8 +58,6 @@ class Promoter:
         self._report_stuck = report_stuck
         self._retry_at: dict[StepId, float] = {}
         """Time at which steps are tried again that a silent tier may have."""
-        self._unsure: set[StepId] = set()
-        """Steps whose deletion had failed before the tier was scanned again."""
         self._rests = 0
         """How often nothing was found due."""
         self._waiters = 0
@@ -155,11 +152,7 @@ class Promoter:
         if tier.marker is None and tier.blobs is not None:
             await reopen(self._state, tier)
         tier.marker = None  # what it holds is not known
-        damaged = tier.steps.damaged
-        self._unsure.update(step for step, error in damaged.items() if isinstance(error, IndeterminateDelete))
         await self._connect(tier)
-        self._collector.evictor.tell_gone(self._unsure, tier)
-        self._unsure.clear()
 
     async def _come_back_with_room(self) -> None:
         """`_come_back`; a device without room for a lease gives up an older step for one that is due."""

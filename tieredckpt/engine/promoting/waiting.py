@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 
@@ -29,9 +30,9 @@ async def reached(
         TieredCkptError: what keeps the tier from it.
     """
     tier = state.tier(name)
-    while step not in tier.steps.held:
+    while (outdated := _is_outdated(state, tier)) or step not in tier.steps.held:
         promoter = promoters.get(name)
-        if tier.steps.scanning:  # as when it comes back after a failure, which is no news of the step
+        if outdated and time.monotonic() >= tier.health.retry_at:  # it comes back just now
             await state.changed.wait()
             continue
         if step in state.membership.failed:
@@ -76,11 +77,18 @@ async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
             elif state.observation.promotions_ended == before:  # else a step may be due that no other is on its way
                 break
     for promoter in promoters.values():
-        if promoter.tier.health.error is not None and (due := promoter.next_due(at_rest=True)) is not None:
-            raise again(promoter.tier.health.error, f"tier {promoter.tier.name!r} lacks {due}: ")
+        if (error := promoter.tier.health.error) is not None and _is_outdated(state, promoter.tier):
+            raise again(error, f"what tier {promoter.tier.name!r} holds is not known: ")
+        if error is not None and (due := promoter.next_due(at_rest=True)) is not None:
+            raise again(error, f"tier {promoter.tier.name!r} lacks {due}: ")
         for step, error in promoter.tier.steps.stuck.items():
             if step in state.records():
                 raise again(error, f"tier {promoter.tier.name!r} lacks {step}: ")
+
+
+def _is_outdated(state: State, tier: Tier) -> bool:
+    """Whether a tier is to be read again, or is just being read, after which it may not hold what is known."""
+    return tier.steps.scanning or (tier.marker is None and state.manages(tier))
 
 
 def in_ram_alone(state: State) -> str:

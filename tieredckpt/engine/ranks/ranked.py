@@ -341,7 +341,7 @@ class Ranked:
         step, tier = StepId(evicted.serial, evicted.step), self._state.tier(evicted.tier)
         if not tier.in_memory:
             tier.steps.drop(step)
-            self._collector.evictor.tell_gone((step,), tier)
+            self._collector.evictor.tell_gone(step, tier)
         elif step in tier.steps.held:
             if await self._collector.evictor.drop_with_others(step, tier):
                 self._departed.is_known(step)

@@ -60,6 +60,7 @@ class OwnTiers:
     async def hold_packs(self, tier: Tier, until_committed: AsyncExitStack) -> None:
         """See `SlowerTiers.hold_packs`."""
         await until_committed.enter_async_context(tier.packs.guard)
+        tier.check_known()
 
     async def find(self, tier: Tier, sizes: Mapping[bytes, int]) -> dict[bytes, Extent]:
         """See `SlowerTiers.find`."""

@@ -48,11 +48,6 @@ class Catalogued:
         """Bytes that the files take."""
         return sum(file.nbytes for file in self.files.values())
 
-    def clear(self) -> None:
-        for known in (self.files, self.packs, self.steps, self.stamps):
-            known.clear()
-        self.timeless = False
-
     def forget(self, step: StepId) -> None:
         """Forget a step that was committed anew, or is gone."""
         self.steps.discard(step)

@@ -225,9 +225,6 @@ async def delete_manifest(tier: Tier, step: StepId) -> None:
         if isinstance(error, Overdue) or (remote and not isinstance(error, Unanswered)):
             tier.steps.deletions[step] = time.monotonic()
         raise
-    finally:
-        if tier.steps.scanning:
-            tier.steps.gone_unseen.add(step)
 
 
 async def retract(tier: Tier, step: StepId, check: Callable[[], None] | None = None) -> None:

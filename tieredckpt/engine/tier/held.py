@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -69,9 +69,13 @@ class HeldSteps(dict[StepId, Held]):
         return step, held
 
     def clear(self) -> None:
-        gone = tuple(self)
-        super().clear()
-        self._tell(*gone)
+        self.exchange({})
+
+    def exchange(self, others: Mapping[StepId, Held]) -> None:
+        """Hold other steps instead; one that stays is held all the while, also for another thread."""
+        self.update(others)
+        for step in self.keys() - others.keys():
+            del self[step]
 
     def setdefault(self, step: StepId, held: Held) -> Held:
         if step not in self:

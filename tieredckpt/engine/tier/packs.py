@@ -54,13 +54,13 @@ class Packs:
         """Bytes that the chunks take."""
         return self.sizes.total
 
-    def clear(self) -> None:
-        """Forget all packs."""
-        self.compressed = False
+    def exchange(self, read: Packs) -> None:
+        """Replace what is known of all packs by what was ``read``, and not used afterwards; doubts stay."""
+        self.compressed = read.compressed
+        self.sizes, self.unlisted, self.orphans = read.sizes, read.unlisted, read.orphans
+        self.index, self.duplicates, self.verified = read.index, read.duplicates, read.verified
+        self.doubted = {digest for digest in self.doubted if digest in self.index}
         self.losses += 1
-        chunks = (self.index, self.duplicates, self.verified, self.doubted)
-        for known in (self.sizes, *chunks, self.unlisted, self.orphans):
-            known.clear()
 
     def has(self, digest: bytes, nbytes: int, encoding: Encoding | None = None) -> bool:
         """Whether a pack has a chunk of so many bytes, in that encoding or that of the tier.

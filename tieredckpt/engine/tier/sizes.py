@@ -35,7 +35,3 @@ class Sizes(MutableMapping[K, int]):
 
     def __len__(self) -> int:
         return len(self._of)
-
-    def clear(self) -> None:
-        self._of.clear()
-        self.total = 0

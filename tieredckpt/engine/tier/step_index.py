@@ -87,7 +87,7 @@ async def load_anew(tier: Tier, step: StepId) -> StepIndex:
         raise
     if is_replaced(tier, step, held):
         return await load_anew(tier, step)
-    if steps.own(step) is not None:  # else it left, or the tier is scanned again, and may hold another commit of it
+    if steps.own(step) is not None:  # else it left
         steps.indexes.remember(step, found)
     return found
 

@@ -135,7 +135,10 @@ class IndeterminateCommit:
 
 @dataclass
 class Steps:
-    """States of the steps of one tier. Each method is a transition of a step from one state to another."""
+    """States of the steps of one tier. Each method is a transition of a step from one state to another.
+
+    A new scan may exchange every table but ``held`` during an await: only who keeps the scan away may keep one.
+    """
 
     held: HeldSteps = field(default_factory=HeldSteps)
     parts: dict[StepId, Held] = field(default_factory=dict)
@@ -143,7 +146,8 @@ class Steps:
     damaged: DamagedSteps = field(default_factory=DamagedSteps)
     impaired: dict[StepId, set[bytes | str]] = field(default_factory=dict)
     """Steps, also damaged ones, that are no good copies, and what each is known to lack here: digests of chunks, keys
-    of packs and of manifests; an empty key if another process tells so."""
+    of packs and of manifests; an empty key if another process tells so. Digests stay until the step is verified or
+    copied there again."""
     leaving: set[StepId] = field(default_factory=set)
     """Steps that are being retracted; they do not count as copies any more."""
     tombstones: set[StepId] = field(default_factory=set)
@@ -160,8 +164,6 @@ class Steps:
     """How many readers each step has."""
     scanning: bool = False
     """Whether the tier is being scanned: it may hold steps that are not known yet."""
-    gone_unseen: set[StepId] = field(default_factory=set)
-    """Steps with a deletion that ended, well or not, since the scan began: what the scan has read may be gone."""
     promotions: int = 0
     """How many promotions to the tier are under way."""
     promotion_seconds: float | None = None
@@ -170,11 +172,12 @@ class Steps:
     catalogued: Catalogued = field(default_factory=Catalogued)
     _turns: WeakValueDictionary[StepId, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
-    def clear(self) -> None:
-        """Forget the content of the tier, before it is listed again."""
-        read = (self.indexes, self.indexes.nbytes, self.indexes.packs, self.catalogued)
-        for known in (self.held, self.parts, self.damaged, self.impaired, *read):
-            known.clear()
+    def exchange(self, read: Steps) -> None:
+        """Replace what is known of the content of the tier by what was ``read``, and not used afterwards."""
+        self.held.exchange(read.held)
+        self.parts, self.damaged = read.parts, read.damaged
+        self.impaired = {step: lacking for step, lacking in read.impaired.items() if read.keeps(step)}
+        self.indexes, self.catalogued = read.indexes, read.catalogued
         for step in tuple(self.indeterminate):
             self.resolve(step)
 
@@ -182,6 +185,10 @@ class Steps:
         """The step, or a rank's part of it, as this tier itself stores it; None where it does not."""
         held = self.held.get(step) or self.parts.get(step)
         return held if held is not None and held.btree_key else None
+
+    def known(self) -> set[StepId]:
+        """The steps that are here, readable or not, and a rank's parts of steps."""
+        return self.held.keys() | self.parts.keys() | self.damaged.keys()
 
     def has_own(self, step: StepId) -> bool:
         """Whether this tier itself stores the step, or a rank's part of it."""

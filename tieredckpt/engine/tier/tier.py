@@ -141,9 +141,15 @@ class Tier:
         self.packs.encoding = CODECS[self.config.codec]
 
     async def confirm_lease(self, *, deleting: bool = False) -> None:
-        """Raise where another writer has been there, whose packs and steps are not known; see `Lease.confirm`."""
+        """Raise where others may have been there, as `check_known` and `Lease.confirm`."""
         if self.lease is not None:
             await self.lease.confirm(deleting=deleting)
+        self.check_known()
+
+    def check_known(self) -> None:
+        """Raise `TierUnavailable` if it is to be read before it is changed, as after a failure."""
+        if self.marker is None and not self.in_memory:
+            raise TierUnavailable(f"tier {self.name!r} is to be read before it is changed: what it holds is not known")
 
     async def now(self) -> float:
         """The time by the clock that its files are stamped with, or a little earlier (epoch seconds)."""
@@ -276,6 +282,15 @@ class Tier:
         self.steps.quarantine(step, error, self.packs.sizes)
 
     def clear(self) -> None:
-        """Forget the content of the tier, before it is scanned again."""
-        self.steps.clear()
-        self.packs.clear()
+        """Forget the content of the tier."""
+        self.exchange(Steps(), Packs())
+
+    def exchange(self, steps: Steps, packs: Packs) -> None:
+        """Replace what is known of the content of the tier by what was read into tables of its own."""
+        self.steps.exchange(steps)
+        self.packs.exchange(packs)
+        for step, lacking in tuple(self.steps.impaired.items()):
+            self.packs.doubt(each for each in lacking if isinstance(each, bytes))
+            held = self.steps.held.get(step)
+            was_read = held is None or held.whole
+            self.steps.mend(step, (lacking & packs.sizes.keys()) | ({step.manifest_key} if was_read else set()))

@@ -13,7 +13,8 @@ import pytest
 from reliability.tiers import FaultyTiers, tried_again_soon
 from support.agents import end_agent
 from support.cohort import assert_whole, cohort
-from support.scenes import CHUNK, Heard, assert_restored, config, crash, folder, ram
+from support.limits import limit
+from support.scenes import CHUNK, SOON, Heard, assert_restored, config, crash, folder, ram
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -360,6 +361,20 @@ async def test_a_disk_that_fails_while_its_steps_are_compared_does_not_stop_the_
             assert_restored(await store.restore(2, resume=False), state(2))
             await store.flush()  # what was on the disk is found again, and does not come a second time
             assert [event.step for event in heard.of(StepPromoted) if event.tier == "own"] == [2]
+
+
+async def test_a_disk_that_fails_while_its_steps_are_compared_keeps_those_that_are_not_stale(
+    place: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await left_on_a_disk(place, faults, 2)
+    refuse_indexes(monkeypatch, TierUnavailable)
+    limit(monkeypatch, first_retry=SOON, last_retry=SOON)
+    async with CheckpointStore.open(with_disk("a", place)) as store:
+        monkeypatch.undo()
+        limit(monkeypatch, first_retry=SOON, last_retry=SOON)
+        for _ in range(2):
+            assert [info.step for info in await store.steps() if "own" in info.tiers] == [1]
+            assert not (await store.verify(2, "own"))[0].intact
 
 
 @pytest.mark.parametrize("error", [Corrupt, NotFound])

@@ -18,6 +18,7 @@ from support.scenes import CHUNK, Heard, assert_restored, config, folder, polled
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.commit_file import Encoded
+from tieredckpt.engine.tier.packs import Packs
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.events import ChunkRepaired, StepPromoted, TierFailed, TierRecovered
@@ -350,7 +351,7 @@ async def test_ranks_write_what_a_scan_has_not_found_again_while_they_waited(
 ) -> None:
     async with lost_for_ranks(shared_memory, tmp_path, found=False) as stores:
         async with step_3_waiting(stores) as disk:
-            stores[0]._life.loop.soon(disk.packs.clear)
+            stores[0]._life.loop.soon(lambda: disk.packs.exchange(Packs()))
         assert (await stores[0].verify(3, "disk"))[0].intact
 
 

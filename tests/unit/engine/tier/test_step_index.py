@@ -11,11 +11,10 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.commit_scene import Scene
 from support.insight import flip, flip_chunk
+from support.rescan import scan_again, scanned_again
 
 from tieredckpt.engine.keeping.used_packs import packs_by_step
-from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.repairing import repair
-from tieredckpt.testing.faulty import Faulty
 
 
 @pytest.mark.parametrize("read", ["manifest.ocdbt", "btree*"])
@@ -49,21 +48,6 @@ async def test_an_index_that_a_verification_began_with_is_not_remembered_once_it
     assert await quiet.is_held()
 
 
-class Rescan:
-    """A new scan of the disk, as after a failure, that waits for its listing."""
-
-    def __init__(self, scene: Scene, disk: Faulty) -> None:
-        self._listing = disk.hold("list", key="steps/*")
-        self._scanning = asyncio.create_task(scene.store._life.loop.call(scan_tier(scene.tier)))
-
-    async def begun(self) -> None:
-        await self._listing.reached()
-
-    async def ended(self) -> None:
-        self._listing.release()
-        await self._scanning
-
-
 async def test_what_is_read_of_a_step_while_its_tier_is_scanned_again_is_not_remembered(
     quiet: Scene, faults: FaultyTiers
 ) -> None:
@@ -74,25 +58,22 @@ async def test_what_is_read_of_a_step_while_its_tier_is_scanned_again_is_not_rem
     await quiet.copied(again=True)
     place.rename(quiet.disk.parent / "after")
     shutil.copytree(quiet.disk.parent / "before", place)
-    await call(scan_tier(quiet.tier))
+    await scan_again(quiet.store, quiet.tier)
     reading = faults["disk"].hold("get", key="steps/*1-*/btree*", after=True)
     asking = asyncio.create_task(call(packs_by_step(quiet.tier)))
     await reading.reached()
-    scan = Rescan(quiet, faults["disk"])
-    await scan.begun()
-    shutil.rmtree(place)  # for another writer has committed it anew
-    (quiet.disk.parent / "after").rename(place)
-    reading.release()
-    await asyncio.wait([asking], timeout=0.5)
-    await scan.ended()
-    await asking
+    async with scanned_again(quiet.store, quiet.tier, faults["disk"]):
+        shutil.rmtree(place)  # for another writer has committed it anew
+        (quiet.disk.parent / "after").rename(place)
+        reading.release()
+        await asking
     for pack in quiet.disk.glob("packs/*/*"):
         os.utime(pack, (1e9, 1e9))  # long ago, so that no grace keeps it
     await quiet.store.collect()
     assert await quiet.is_held()
 
 
-async def test_a_step_that_is_asked_for_while_its_tier_is_scanned_again_is_held(
+async def test_a_step_that_is_asked_for_while_its_tier_is_scanned_again_is_found(
     quiet: Scene, faults: FaultyTiers, caplog: pytest.LogCaptureFixture
 ) -> None:
     call, disk = quiet.store._life.loop.call, faults["disk"]
@@ -101,14 +82,9 @@ async def test_a_step_that_is_asked_for_while_its_tier_is_scanned_again_is_held(
     reading = disk.hold("get", key="steps/*/manifest*", after=True)
     asking = asyncio.create_task(call(packs_by_step(quiet.tier)))
     await reading.reached()
-    scan = Rescan(quiet, disk)
-    await scan.begun()
-    looking = disk.hold("get", key="tieredckpt.json")
-    reading.release()
-    await looking.reached()
-    await scan.ended()
-    looking.release()
-    await asking
+    async with scanned_again(quiet.store, quiet.tier, disk):
+        reading.release()
+        assert quiet.step in await asking
     assert "cannot be read" not in caplog.text
     assert await quiet.is_held()
 

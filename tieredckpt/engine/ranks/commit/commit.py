@@ -141,6 +141,7 @@ class Commits:
         await have_room(self._state, self._collector, step, tier, need)
         # Held to the end, so that no pack is collected that ranks refer to or have just written.
         async with needing(need), tier.packs.guard:
+            tier.check_known()
             if tier.steps.has_good(step):
                 return 0
             if tier.packs.losses != losses:  # evicted steps had chunks of this one, or some were found damaged
