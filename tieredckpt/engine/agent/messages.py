@@ -286,7 +286,7 @@ class OnTier(_Frame, frozen=True):
     """Identity of the store, which may have become known with the tier."""
     held: tuple[StepOnTier, ...]
     gone: tuple[StepId, ...]
-    damaged: tuple[tuple[StepId, str, bool], ...]
+    damaged: tuple[tuple[StepId, Failure], ...]
     """As `DamagedSteps.told`."""
     impaired: tuple[StepId, ...]
     stuck: tuple[tuple[StepId, Failure], ...]

@@ -81,7 +81,7 @@ class Catalog(msgspec.Struct, frozen=True):
     known: bool
     """Whether rank 0 could read the tier."""
     steps: tuple[StepOnTier, ...] = ()
-    damaged: tuple[tuple[StepId, str, bool], ...] = ()
+    damaged: tuple[tuple[StepId, Failure], ...] = ()
     """As `DamagedSteps.told`."""
 
 

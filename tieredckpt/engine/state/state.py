@@ -22,7 +22,6 @@ from tieredckpt.engine.state.membership import Membership, Role
 from tieredckpt.engine.state.observation import Observation
 from tieredckpt.engine.state.ram_gate import RamGate
 from tieredckpt.engine.state.step_table import StepTable
-from tieredckpt.engine.tier.steps import IndeterminateDelete
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, Corrupt, Invalid, NotFound, TierUnavailable
 from tieredckpt.events import Events, TierFailed
@@ -179,7 +178,7 @@ class State:
         """Raise `TierUnavailable` for a step among these whose deletion failed on a tier: there it may be intact."""
         for step in steps:
             for tier in self.tiers:
-                if isinstance(error := tier.steps.damaged.get(step), IndeterminateDelete):
+                if isinstance(error := tier.steps.damaged.get(step), TierUnavailable):
                     raise TierUnavailable(f"{step} cannot be read: {error}") from error
 
     def find(self, step: int | None, serial: int | None = None, *, damaged: bool = False) -> StepId:

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from tieredckpt.engine.tier.catalog_cache import Catalogued
 from tieredckpt.engine.tier.held import Held, HeldSteps
 from tieredckpt.engine.tier.index_cache import RecentIndexes, packs_of
+from tieredckpt.engine.wire_types import Failure
 from tieredckpt.errors import Conflict, Corrupt, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 
@@ -93,15 +94,17 @@ class DamagedSteps(dict[StepId, TieredCkptError]):
         """The steps that cannot be read."""
         return {step for step, error in self.items() if not isinstance(error, Stale)}
 
-    def told(self) -> tuple[tuple[StepId, str, bool], ...]:
-        """For another process: each step, what is wrong with it, and whether it is stale."""
-        return tuple((step, str(error), isinstance(error, Stale)) for step, error in self.items())
+    def told(self) -> tuple[tuple[StepId, Failure], ...]:
+        """For another process: each step, and what is wrong with it."""
+        return tuple((step, Failure.of(error)) for step, error in self.items())
 
-    def adopt(self, told: Iterable[tuple[StepId, str, bool]]) -> None:
+    def adopt(self, told: Iterable[tuple[StepId, Failure]]) -> None:
         """Take over what another process has `told`, which manages the tier and keeps the packs."""
         self.clear()
-        for step, text, stale in told:
-            self.quarantine(step, Stale(text, "", None) if stale else Corrupt(text), (), exactly=stale)
+        for step, failure in told:
+            error = failure.error()
+            stale = isinstance(error, Conflict)
+            self.quarantine(step, Stale(failure.text, "", None) if stale else error, (), exactly=stale)
 
     def any_packs(self, seconds: float) -> set[str]:
         """All packs of the tier at the moment when steps with unknown packs came here, less than ``seconds`` ago.
