@@ -127,6 +127,9 @@ class Verifier:
             raise _left(step, tier)
         if repairs and not unrepaired:
             tier.steps.mend(step, lacking)
+        if not repairs:
+            for found in damage:
+                found.tier.packs.doubt((found.digest,))
         keys = tuple(sorted({found.key for found in damage}))
         gone = {digest for each in unrepaired if isinstance(each.error, Corrupt) for digest in each.digests}
         lost = {found.key for found in damage if found.digest in gone}

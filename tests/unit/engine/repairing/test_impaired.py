@@ -156,6 +156,20 @@ async def test_a_save_refers_to_no_bytes_that_were_found_damaged(left: bool, tmp
         assert (await store.verify(4, "disk"))[0].intact
 
 
+async def test_a_save_refers_to_no_bytes_that_a_verification_has_found_damaged(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    """Nobody asked for a repair, and the trainer has them intact."""
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk", retain="all")}
+    async with CheckpointStore.open(config(tiers)) as store:
+        await (await store.save(1, tree(1))).reached("disk")
+        await flip_chunk(store, "disk", 1, "params/w0")
+        assert not (await store.verify(1, "disk"))[0].intact
+        await (await store.save(2, tree(1))).reached("disk")
+        assert (await store.verify(2, "disk"))[0].intact
+        assert not (await store.verify(1, "disk"))[0].intact  # for a repair was not asked for
+
+
 async def test_a_chunk_that_was_written_anew_in_another_encoding_is_not_lost(tmp_path: Path) -> None:
     """The damaged copy, in the encoding of the step, came first, and the good one was forgotten."""
     tiers = {"disk": folder(tmp_path / "disk", retain="all")}
