@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from tieredckpt.blobs.base import BlobInfo, Sweep
 from tieredckpt.concurrency import together
@@ -171,8 +172,7 @@ class Collector:
                 strays = await self._find_strays(tier)
             used = await packs_by_step(tier)
             await note_impaired(tier, used)
-            for packs in used.values():
-                tier.packs.mark_used(packs)
+            tier.packs.mark_used(chain.from_iterable(used.values()))
             grace = self._state.config.grace if orphans else math.inf  # else nothing is old enough
             now = await tier.now() if orphans and (strays or tier.packs.orphans) else 0.0
             used = await packs_by_step(tier)  # a verification may have read a damaged step well; now nothing is awaited

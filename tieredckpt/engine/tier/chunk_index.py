@@ -181,7 +181,7 @@ class ChunkIndex(MutableMapping[bytes, Extent]):
 
 def _lie_in(rows: _Rows, paths: frozenset[str]) -> NDArray[np.bool_]:
     """Which rows are present and lie in one of the packs."""
-    wanted = np.fromiter((path in paths for path in rows.paths), bool, len(rows.paths))
+    wanted = np.fromiter(map(paths.__contains__, rows.paths), bool, len(rows.paths))
     there: NDArray[np.bool_] = np.frombuffer(rows.gone, np.uint8) == 0
     if rows.paths:
         there &= wanted[np.asarray(rows.path)]

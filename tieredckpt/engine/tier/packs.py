@@ -108,8 +108,8 @@ class Packs:
 
     def mark_used(self, keys: Iterable[str]) -> None:
         """Note that packs are or were known to be used: they get no grace once no step uses them."""
-        for key in keys:
-            self.orphans.pop(key, None)
+        for key in self.orphans.keys() & keys:
+            del self.orphans[key]
 
     def doubt(self, digests: Iterable[bytes]) -> None:
         """Note that chunks may be damaged here: a commit that is to refer to one reads it first."""

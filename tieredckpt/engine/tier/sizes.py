@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, KeysView, MutableMapping
 from typing import TypeVar
 
 __all__ = ["Sizes"]
@@ -35,3 +35,7 @@ class Sizes(MutableMapping[K, int]):
 
     def __len__(self) -> int:
         return len(self._of)
+
+    def keys(self) -> KeysView[K]:
+        """As of a dictionary, whose set operations are not written in Python."""
+        return self._of.keys()
