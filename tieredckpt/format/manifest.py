@@ -253,7 +253,7 @@ def encode_step(
 
 def find_record(manifest: bytes, btree: bytes, btree_path: str) -> StepRecord:
     """The record alone, without decoding the chunks. Raises `Corrupt`."""
-    data = join_parts(layout.STEP_RECORD, lambda key: ocdbt.find(manifest, btree, btree_path, key), btree_path)
+    data = join_parts(layout.STEP_RECORD, ocdbt.find(manifest, btree, btree_path), btree_path)
     return decode_record(data, btree_path)
 
 

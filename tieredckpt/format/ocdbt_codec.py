@@ -73,7 +73,7 @@ _FRAME_MIN = 18
 _CRC_SIZE = 4
 _VARINT_MAX = 10
 _FEW = 16
-"""From this many numbers in a column on, NumPy codes it faster."""
+"""From this many numbers in a column on, NumPy codes and reads it faster."""
 _PATH = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 
 
@@ -207,10 +207,23 @@ class Cursor:
 
     def varint(self, limit: int) -> int:
         """The next integer, at most ``limit``."""
-        return int(self.column(1, limit)[0])
+        value = 0
+        for place, byte in enumerate(self._data[self._position : min(self._end, self._position + _VARINT_MAX - 1)]):
+            value |= (byte & 0x7F) << 7 * place
+            if byte < 0x80:
+                if value > limit or (place and not byte):
+                    break
+                self._position += place + 1
+                return value
+        return int(self._many(1, limit)[0])  # a longer one, or none: its error
 
     def column(self, count: int, limit: int) -> NDArray[np.uint64]:
         """The next ``count`` integers, each at most ``limit``; uint64."""
+        if count < _FEW:
+            return np.array([self.varint(limit) for _ in range(count)], np.uint64)
+        return self._many(count, limit)
+
+    def _many(self, count: int, limit: int) -> NDArray[np.uint64]:
         window = self._array[self._position : min(self._end, self._position + _VARINT_MAX * count)]
         head = window[:count]
         if head.size == count and bool((head < 0x80).all()):

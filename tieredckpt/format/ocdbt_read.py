@@ -11,6 +11,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, islice, pairwise
 from typing import Any, TypeAlias
 
@@ -99,15 +100,17 @@ def decode_nodes(manifest: bytes, read: NodeReader) -> list[tuple[bytes, Value]]
     return _decode(read_root(manifest), read)
 
 
-def find(manifest: bytes, btree: bytes, btree_path: str, key: bytes) -> Value | None:
-    """The value of one key, None if it is not there; decodes only the nodes on the way. Raises `Corrupt`."""
-    root = _root_within(manifest, btree)
-    return _find(root, _reader(btree, btree_path), key)
+def find(manifest: bytes, btree: bytes, btree_path: str) -> Callable[[bytes], Value | None]:
+    """Finds the value of a key, None if it is not there; decodes only the nodes on the way, and each once.
+
+    Both calls raise `Corrupt`.
+    """
+    return _finder(_root_within(manifest, btree), _reader(btree, btree_path))
 
 
-def find_in_nodes(manifest: bytes, read: NodeReader, key: bytes) -> Value | None:
-    """Find a key in nodes that lie in several files, as `find`."""
-    return _find(read_root(manifest), read, key)
+def find_in_nodes(manifest: bytes, read: NodeReader) -> Callable[[bytes], Value | None]:
+    """Finds keys in nodes that lie in several files, as `find`."""
+    return _finder(read_root(manifest), read)
 
 
 def read_root(manifest: bytes) -> Root:
@@ -192,18 +195,23 @@ def _decode(root: Root, read: NodeReader) -> list[tuple[bytes, Value]]:
     return entries
 
 
-def _find(root: Root, read: NodeReader, key: bytes) -> Value | None:
-    if not root.path:
-        return None
-    reference = _top(root)
-    while reference.height:
-        keys, children = _children(reference, read, MAX_EXPANDED)
-        index = bisect_right(keys, key) - 1
-        if index < 0:
+def _finder(root: Root, read: NodeReader) -> Callable[[bytes], Value | None]:
+    children = cache(lambda reference: _children(reference, read, MAX_EXPANDED))
+    values = cache(lambda reference: dict(zip(*_leaf(reference, read, MAX_EXPANDED), strict=True)))
+
+    def find(key: bytes) -> Value | None:
+        if not root.path:
             return None
-        reference = children[index]
-    keys, values = _leaf(reference, read, MAX_EXPANDED)
-    return dict(zip(keys, values, strict=True)).get(key)
+        reference = _top(root)
+        while reference.height:
+            keys, below = children(reference)
+            index = bisect_right(keys, key) - 1
+            if index < 0:
+                return None
+            reference = below[index]
+        return values(reference).get(key)
+
+    return find
 
 
 def _open(reference: _Reference, read: NodeReader) -> Cursor:

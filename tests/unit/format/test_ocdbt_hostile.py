@@ -112,7 +112,7 @@ def assert_corrupt_or_sound(manifest: bytes, btree: bytes) -> None:
                 assert len(value) <= len(btree)
     for key in (ENTRIES[0][0], ENTRIES[20][0], b"", b"zzz"):
         try:
-            ocdbt.find(manifest, btree, BTREE, key)
+            ocdbt.find(manifest, btree, BTREE)(key)
         except Corrupt:
             continue
 
