@@ -65,8 +65,7 @@ async def view_step(state: State, step: StepId, forms: Mapping[str, Form]) -> tu
         return None
     try:
         index = await step_index.load(tier, step)
-        arrays = {name: index.arrays[name] for name, form in forms.items() if _in_one_piece(index, name, form)}
-        return index, await in_thread(_view, ram.store, step, arrays)
+        return index, await in_thread(_view, ram.store, step, index, forms)
     except (Corrupt, NotFound, TierUnavailable) as error:
         _log.warning("%s cannot be seen in RAM and is copied: %s", step, error)
         return None
@@ -83,7 +82,8 @@ def _in_one_piece(index: StepIndex, name: str, form: Form) -> bool:
     return in_pages and all(isinstance(chunk.where, Extent) for chunk in array.chunks)
 
 
-def _view(ram: RamStore, step: StepId, arrays: Mapping[str, ArrayIndex]) -> Views:
+def _view(ram: RamStore, step: StepId, index: StepIndex, forms: Mapping[str, Form]) -> Views:
+    arrays = {name: index.arrays[name] for name, form in forms.items() if _in_one_piece(index, name, form)}
     placed: list[Placed] = []
     starts: dict[str, int] = {}
     size = 0
