@@ -56,6 +56,8 @@ async def note_impaired(tier: Tier, used: Mapping[StepId, frozenset[str]]) -> No
     known = tier.packs.sizes.keys()
     unknown = frozenset().union(*(packs for step, packs in used.items() if step not in tier.steps.impaired)) - known
     lost = {key for key in unknown if await _is_lost(tier, key)}
+    if not lost:
+        return
     found = {step: packs & lost for step, packs in used.items() if packs & lost and step in tier.steps.held}
     if found:
         _log.error(
