@@ -11,7 +11,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate, islice, pairwise
 from typing import Any, TypeAlias
 
@@ -196,8 +196,9 @@ def _decode(root: Root, read: NodeReader) -> list[tuple[bytes, Value]]:
 
 
 def _finder(root: Root, read: NodeReader) -> Callable[[bytes], Value | None]:
-    children = cache(lambda reference: _children(reference, read, MAX_EXPANDED))
-    values = cache(lambda reference: dict(zip(*_leaf(reference, read, MAX_EXPANDED), strict=True)))
+    # Few are kept: the parts of a value lie side by side, and a hostile node may take `MAX_NODE_EXPANDED` of memory.
+    children = lru_cache(4)(lambda reference: _children(reference, read, MAX_EXPANDED))
+    values = lru_cache(1)(lambda reference: dict(zip(*_leaf(reference, read, MAX_EXPANDED), strict=True)))
 
     def find(key: bytes) -> Value | None:
         if not root.path:

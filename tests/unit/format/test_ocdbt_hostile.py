@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -449,6 +450,25 @@ def test_keys_that_would_expand_to_gigabytes_are_refused_before_they_are_made() 
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20 * len(node)
+
+
+def test_few_nodes_are_kept_in_memory_however_many_are_looked_into() -> None:
+    """An opening looks for the parts of a record, which a hostile index may have in many nodes."""
+    rest, count = bytes(60_000), 100
+    firsts = [bytes([65 + part]) for part in range(8)]
+    leaves = [leaf([(0, key), (1, rest), *[(60_001, i.to_bytes(2, "big")) for i in range(1, count)]]) for key in firsts]
+    starts = accumulate(map(len, leaves), initial=0)
+    root = interior([(key, at, len(node), count + 1) for key, at, node in zip(firsts, starts, leaves, strict=False)])
+    size = sum(map(len, leaves))
+    manifest = manifest_of(
+        len(root), height=1, keys=len(firsts) * (count + 1), offset=size, tree_bytes=size + len(root)
+    )
+    find = ocdbt.find(manifest, b"".join(leaves) + root, BTREE)
+    tracemalloc.start()
+    assert all(find(key) is not None for key in firsts)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * count * len(rest)
 
 
 @pytest.mark.parametrize(("path", "offset"), [("", 0), (BTREE, (1 << 63) - 1)], ids=["without a path", "beyond 2**63"])
