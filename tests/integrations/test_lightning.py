@@ -389,6 +389,29 @@ def test_fabric_saves_and_loads(tmp_path: Path, shared_memory: Path) -> None:
     io._opened().store.close()
 
 
+def test_fabric_may_name_the_step_in_the_folder_of_the_file(
+    tmp_path: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As litgpt does; its last checkpoint has no number at all, and ends no training."""
+    io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[io, program.LightningEnvironment()])
+    folders = {"step-00000002": 2, "iter_4": 4, "global_step6": 6, "checkpoint-8": 8, "10": 10}
+    for folder, step in folders.items():
+        fabric.save(tmp_path / folder / "lit_model.pth", {"count": step})
+    assert io._opened().store.all_steps() == tuple(folders.values())
+    assert "not to the store" not in caplog.text
+    for folder in ("final", "version_3"):
+        fabric.save(tmp_path / folder / "lit_model.pth", {"count": 11})
+        assert f"{folder}/lit_model.pth is written by Lightning alone, not to the store" in caplog.text
+        assert torch.load(tmp_path / folder / "lit_model.pth") == {"count": 11}
+    for folder, count in (folders | {"final": 11}).items():
+        state = {"count": 0}
+        fabric.load(tmp_path / folder / "lit_model.pth", state)
+        assert state == {"count": count}
+    assert io._opened().store.all_steps() == tuple(folders.values())
+    io._opened().store.close()
+
+
 def test_sharded_checkpoints_are_loaded_by_another_number_of_ranks(
     start: Start, tmp_path: Path, shared_memory: Path
 ) -> None:

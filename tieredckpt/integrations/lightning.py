@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tieredckpt import CheckpointStore, Invalid, StoreConfig, SyncStore
+from tieredckpt import CheckpointStore, StoreConfig, SyncStore
 from tieredckpt.config import load
 from tieredckpt.integrations._hyperparameters import Hyperparameters
 from tieredckpt.integrations._named_steps import PATHS, NamedSteps, check_local, reference_at
@@ -51,6 +51,8 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | StoreConfig | SyncStore
 _log = logging.getLogger("tieredckpt")
 _INTEGERS = {"python": 1, "numpy": 1}
 """Places of the integer sequences in the random states of Lightning."""
+_FOLDER_OF_A_STEP = re.compile(r"(?:.*(?:step|iter|checkpoint|ckpt)[-_=]?)?([0-9]{1,18})")
+"""Names of folders of one checkpoint, such as ``step-00000100`` and ``iter_7``; not of a run: ``version_3``."""
 _opens_once = threading.Lock()
 """Lightning's AsyncCheckpointIO saves in a thread, and removes and loads beside it. A plugin of its own is pickled."""
 
@@ -83,9 +85,9 @@ class TieredCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise TypeError("TieredCheckpointIO takes no storage_options: the store's configuration says where and how")
         check_local(path)
-        steps = self._opened()
-        storable = self._hyperparameters.storable(steps.store, checkpoint)
-        if not steps.save(_step_of(checkpoint, path), storable, path):
+        step, steps = _step_of(checkpoint, path), self._opened()
+        storable = checkpoint if step is None else self._hyperparameters.storable(steps.store, checkpoint)
+        if step is None or not steps.save(step, storable, path):
             steps.remove(path)  # a file that names another step would leave that step nameless
             TorchCheckpointIO().save_checkpoint(checkpoint, path)
 
@@ -162,9 +164,10 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         path = self.broadcast(filepath)
         check_local(path)
         step, steps = _step_of(checkpoint, path), self._opened()
-        if self.broadcast(self.is_global_zero and steps.is_of_an_earlier_fit(step)):
+        if step is None or self.broadcast(self.is_global_zero and steps.is_of_an_earlier_fit(step)):
             if self.is_global_zero:
-                steps.warn_of_an_earlier_fit(step, path)
+                if step is not None:
+                    steps.warn_of_an_earlier_fit(step, path)
                 steps.remove(path)
             self.barrier()
             super().save_checkpoint(checkpoint, path)
@@ -291,15 +294,23 @@ def _open(source: Source, **options: Any) -> SyncStore:
     return CheckpointStore.open_sync(source, takeover=True, **options)
 
 
-def _step_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> int:
-    """The step of a checkpoint: the Trainer stores it; with Fabric it is in the state, or in the file name."""
+def _step_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> int | None:
+    """The step of a checkpoint: the Trainer stores it; with Fabric it is in the state, or in the name of the file or of
+    its folder. None, and a warning, if it is nowhere: a training does not end because of a name.
+    """
     for key in ("global_step", "step"):
         if isinstance(checkpoint.get(key), int):
             return int(checkpoint[key])
-    numbers = re.findall(r"\d+", Path(path).stem)
-    if not numbers:
-        raise Invalid(f'{path}: which step is it? Have a "step" in the state, or a number in the name of the file')
-    return int(numbers[-1])
+    if numbers := re.findall(r"\d+", Path(path).stem):
+        return int(numbers[-1])
+    if folder := _FOLDER_OF_A_STEP.fullmatch(Path(path).parent.name):
+        return int(folder[1])
+    _log.warning(
+        '%s is written by Lightning alone, not to the store: neither the state ("step") nor the name of the file or '
+        "of its folder (step-100) has the number of its step",
+        path,
+    )
+    return None
 
 
 def _grouped(store: SyncStore, step: int, live: Sequence[Any]) -> list[dict[str, Any]]:
