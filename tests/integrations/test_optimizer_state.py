@@ -21,6 +21,24 @@ class Sharpness(torch.optim.SGD):
         return super().step(closure)
 
 
+class Counted(torch.optim.Optimizer):
+    """As DLRM's RWSAdagrad: it makes a part of its state when it is made, and the rest in its first step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            self.state.update((param, {"step": 0}) for param in group["params"])
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["step"] += 1
+            state.setdefault("sum", torch.zeros_like(param)).addcmul_(param.grad, param.grad)
+            param.data.addcdiv_(param.grad, state["sum"].sqrt() + 1e-9, value=-0.1)
+        return loss
+
+
 def made(kind: str, seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Embedding(6, 4, sparse=kind == "SparseAdam"))
@@ -28,6 +46,8 @@ def made(kind: str, seed: int) -> tuple[Any, Any]:
         model.append(torch.nn.Linear(4, 1))
     if kind == "Sharpness":
         return model, Sharpness(model.parameters(), lr=0.1, momentum=0.9)
+    if kind == "Counted":
+        return model, Counted(model.parameters(), lr=0.1)
     options = {"history_size": 3, "max_iter": 2} if kind == "LBFGS" else {}
     return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
 
@@ -50,7 +70,7 @@ def train(model: Any, optimizer: Any, steps: int) -> None:
         optimizer.step(closure)
 
 
-@pytest.mark.parametrize("kind", ["LBFGS", "SparseAdam", "Sharpness"])
+@pytest.mark.parametrize("kind", ["LBFGS", "SparseAdam", "Sharpness", "Counted"])
 @pytest.mark.parametrize("used", [0, 1, 5])
 def test_an_optimizer_that_needs_the_trainings_own_step_goes_on_bit_for_bit(
     opened: SyncStore, kind: str, used: int

@@ -42,19 +42,21 @@ def kept_on_error(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]
 
 @contextmanager
 def thawed(
-    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], stored: Collection[str]
+    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], stored: Mapping[str, Collection[str]]
 ) -> Iterator[None]:
     """Set ``requires_grad``, during the block, of the parameters that have a state in a step.
 
     torch neither makes nor loads a state for frozen parameters. ``groups`` are the optimizer's, with the names of its
-    parameters.
+    parameters; ``stored`` has the names of what the state of each parameter consists of.
 
-    An optimizer that lacks the state of one of them loses that of all, and torch makes all.
+    An optimizer that lacks a part of the state of one of them, because it makes that in its first step, loses the state
+    of all, and torch makes all.
     """
     names = chain.from_iterable(group["params"] for group in groups)
     live = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    params = [param for name, param in zip(names, live, strict=True) if name in stored]
-    if any(param not in optimizer.state for param in params):
+    named = {name: param for name, param in zip(names, live, strict=True) if name in stored}
+    params = named.values()
+    if any(not {*stored[name]} <= {*optimizer.state.get(param, ())} for name, param in named.items()):
         optimizer.state.clear()
     frozen = [
         param for param in params if not param.requires_grad and (param.is_floating_point() or param.is_complex())
