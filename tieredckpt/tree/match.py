@@ -19,6 +19,7 @@ from tieredckpt.format.structure import (
     CustomNode,
     DataclassNode,
     DictNode,
+    ListNode,
     NamedTupleNode,
     Node,
     NoneNode,
@@ -41,6 +42,10 @@ from tieredckpt.tree.typed import DEQUE, TENSOR
 __all__ = ["AS_SAVED", "Match", "match"]
 
 _SHOWN = 20
+_WITHOUT_TYPES = (
+    ". A step that was imported from Orbax has dicts and lists for named tuples, tuples and classes: the "
+    "CheckpointManager of tieredckpt.integrations.orbax restores it into them"
+)
 
 
 class _AsSaved:
@@ -208,14 +213,15 @@ def match(
     extra = [] if part else [path for path, node in stored.items() if path not in known and _is_end(node)]
     compared = [path for path in likes if path in stored and path not in as_saved and path not in kept]
     dtypes = {leaf.array: leaf.dtype for leaf in wanted.leaves}
-    mismatched = []
+    mismatched: dict[str, str] = {}
     for path in compared:
         node, found = likes[path], stored[path]
         if isinstance(node, CONTAINERS) and path in containers and _fits(node, containers[path]):
             continue  # a list of which ``keys`` select a part has become a dict
         if why := _difference(path, node, found, wanted.objects, dtypes.get(path), casts=casts, fills=fills):
-            mismatched.append(f"{show_key(path)} ({why})")
-    _refuse_differences(said, step, missing, extra, mismatched)
+            mismatched[path] = f"{show_key(path)} ({why})"
+    plain = not missing and not extra and all(_is_without_types(likes[path], stored[path]) for path in mismatched)
+    _refuse_differences(said, step, missing, extra, [*mismatched.values()], plain=plain)
     arrays = tuple(node for node in as_saved.values() if isinstance(node, ArrayNode))
     pairs = [(likes[path], stored[path]) for path in compared]
     numbers = tuple(found for node, found in pairs if isinstance(found, ArrayNode) and not isinstance(node, ArrayNode))
@@ -232,8 +238,14 @@ def match(
     )
 
 
-def _refuse_differences(said: str, step: str, missing: list[str], extra: list[str], mismatched: list[str]) -> None:
-    """Raise one `Invalid` that lists all differences, if there are any."""
+def _refuse_differences(
+    said: str, step: str, missing: list[str], extra: list[str], mismatched: list[str], *, plain: bool
+) -> None:
+    """Raise one `Invalid` that lists all differences, if there are any.
+
+    Args:
+        plain: the step differs only in that it has dicts and lists where ``said`` has other containers.
+    """
     if missing or extra or mismatched:
         parts = [
             _listed("missing from the step", [repr(path) for path in missing]),
@@ -243,6 +255,7 @@ def _refuse_differences(said: str, step: str, missing: list[str], extra: list[st
         raise Invalid(
             f"`{said}` does not fit {step}: {'; '.join(part for part in parts if part)}. "
             f"Change `{said}`, restore a part with `keys`, or restore without `{said}` to see what is there"
+            + (_WITHOUT_TYPES if plain else "")
         )
 
 
@@ -326,6 +339,12 @@ def _is_plain_form(like: Node, stored: Node) -> bool:
     if isinstance(stored, ObjectNode):
         return stored.of == ENUM and not isinstance(like, (ArrayNode, ObjectNode, *CONTAINERS))
     return isinstance(like, DictNode) and isinstance(stored, NamedTupleNode | DataclassNode | CustomNode)
+
+
+def _is_without_types(like: Node, stored: Node) -> bool:
+    """Whether ``stored`` may be what an import gives where ``like`` has a container, such as a named tuple."""
+    typed = isinstance(like, CONTAINERS) and not isinstance(like, DictNode | ListNode)
+    return typed and isinstance(stored, DictNode | ListNode | NoneNode)
 
 
 def _show(node: Node) -> str:

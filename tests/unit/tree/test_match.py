@@ -156,6 +156,18 @@ def test_every_difference_is_named_in_one_error() -> None:
     assert "'flag' (like: int, step: bool)" in message
 
 
+def test_a_step_without_types_is_sent_to_what_restores_it_into_them() -> None:
+    """As an import from Orbax gives it."""
+    imported = {"opt": [{"mu": np.ones(2), "nu": 1}]}
+    like = {"opt": (Moments(np.ones(2), 1),)}
+    with pytest.raises(Invalid, match=r"imported from Orbax .* tieredckpt\.integrations\.orbax restores it"):
+        restore(imported, like)
+    for other in ({"opt": {"0": Moments(np.ones(2), 1)}}, {"opt": (Moments(np.ones(3), 1),)}, {"opt": ()}):
+        with pytest.raises(Invalid) as error:
+            restore(imported, other)
+        assert "Orbax" not in str(error.value)
+
+
 def test_a_long_list_of_differences_is_cut_and_counted() -> None:
     with pytest.raises(Invalid, match=r"50 missing.* and 30 more") as error:
         restore({}, {f"k{i}": i for i in range(50)})
