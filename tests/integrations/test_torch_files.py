@@ -111,6 +111,14 @@ def test_a_forged_file_of_torch_runs_nothing(store: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_value_that_is_no_weight_is_named_without_the_advice_of_torch(store: Path, tmp_path: Path) -> None:
+    """As the best loss of many a training."""
+    torch.save({"best": np.float64(1)}, tmp_path / "step_1.pt")
+    told = run("import", f"torch:{tmp_path / 'step_1.pt'}", store).stderr
+    assert "scalar was not an allowed global by default. If you trust its source, load it with PyTorch" in told
+    assert "Please" not in told
+
+
 def test_damaged_and_missing_files_of_torch_are_told(tmp_path: Path) -> None:
     read = require("tieredckpt.interchange.torch_files").TORCH.read
     with pytest.raises(NotFound, match="is not there"):

@@ -64,9 +64,10 @@ def refused(where: str, error: Exception) -> Invalid | Corrupt:
     """The error for a pickle that `torch.load` refuses to read as weights only."""
     # The reader fails in any way for a damaged file; for a file of more than weights, it says so.
     if isinstance(error, pickle.UnpicklingError) and (found := _NAMED.search(str(error))):
+        why = found[0].partition(" Please use ")[0].strip()[:200].rstrip(".")  # without torch.load's own advice
         return Invalid(
-            f"{where} is more than tensors and plain values; nothing was run: {found[0].strip()[:200]} If you trust "
-            f"its source, load it with PyTorch and save its tensors alone"
+            f"{where} is more than tensors and plain values; nothing was run: {why}. If you trust its source, load it "
+            f"with PyTorch and save its tensors alone"
         )
     reason = next(iter(str(error).splitlines()), "")
     return Corrupt(f"{where} is damaged, or was not written by torch.save: {type(error).__name__}: {reason[:200]}")
