@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -42,12 +42,12 @@ def kept_on_error(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]
 
 @contextmanager
 def thawed(
-    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], stored: Mapping[str, Collection[str]]
+    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], stored: Mapping[str, Any]
 ) -> Iterator[None]:
     """Set ``requires_grad``, during the block, of the parameters that have a state in a step.
 
     torch neither makes nor loads a state for frozen parameters. ``groups`` are the optimizer's, with the names of its
-    parameters; ``stored`` has the names of what the state of each parameter consists of.
+    parameters; ``stored`` is the state of each parameter, or a tree of specs like it.
 
     An optimizer that lacks a part of the state of one of them, because it makes that in its first step, loses the state
     of all, and torch makes all.
@@ -56,7 +56,10 @@ def thawed(
     live = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     named = {name: param for name, param in zip(names, live, strict=True) if name in stored}
     params = named.values()
-    if any(not {*stored[name]} <= {*optimizer.state.get(param, ())} for name, param in named.items()):
+    if any(
+        param not in optimizer.state or not _entries(stored[name]) <= _entries(optimizer.state[param])
+        for name, param in named.items()
+    ):
         optimizer.state.clear()
     frozen = [
         param for param in params if not param.requires_grad and (param.is_floating_point() or param.is_complex())
@@ -68,6 +71,11 @@ def thawed(
     finally:
         for param in frozen:
             param.requires_grad_(False)
+
+
+def _entries(state: Any) -> set[str]:
+    """Names of what the state of a parameter consists of; none if it is no dict, such as one tensor."""
+    return {*state} if isinstance(state, Mapping) else set()
 
 
 def with_groups_of(name: str, live: Sequence[Mapping[str, Any]], stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
 from typing import Any, Literal, overload
@@ -197,7 +197,10 @@ class TrainingState:
         if ranks == about["ranks"]:
             self._check_parts_of_rank(head.step, rank, head.tree[_RANKS].get(rank, {}))
         with kept_on_error(self._parts[name] for name in self._names(torch.optim.Optimizer)):
-            live = self._live({name: _entries(head.tree[name], of) for name, of in about["state_of"].items()})
+            state_of = about["state_of"].items()
+            live = self._live(
+                {name: {key: head.tree[name]["state"].get(key, {}) for key in of} for name, of in state_of}
+            )
             others = [name for name in self._parts if name not in live and name not in self._of_rank]
             like = {**live, **dict.fromkeys([*others, _RANKS, _ABOUT], AS_SAVED)}
             how = "into" if all(map(_can_be_filled, _tensors(live))) else "like"
@@ -235,18 +238,18 @@ class TrainingState:
         if self._rng and _RNG not in stored and rank == 0:
             _log.warning("step %d was saved with rng=False: random number generators stay as they are", step)
 
-    def _live(self, state_of: Mapping[str, Mapping[str, Collection[str]]]) -> dict[str, Any]:
-        """Targets in modules and optimizers; for optimizers only the state that the step has, here by parameter."""
+    def _live(self, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Targets in modules and optimizers; for optimizers the state that the step has: ``specs``, by parameter."""
         live = {}
         for name in self._names(torch.nn.Module):
             with naming(name, "tell its state"):
                 live[name] = module_targets(self._parts[name])
         for name in self._names(torch.optim.Optimizer):
             # The settings of a group may change from one version, or one setting, to the next.
-            live[name] = {"state": self._states(name, state_of.get(name, {})), "param_groups": AS_SAVED}
+            live[name] = {"state": self._states(name, specs.get(name, {})), "param_groups": AS_SAVED}
         return live
 
-    def _states(self, name: str, stored: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    def _states(self, name: str, stored: Mapping[str, Any]) -> dict[str, Any]:
         """Targets in the state of an optimizer, by parameter; `AS_SAVED` if a state cannot be made beforehand."""
         part = self._parts[name]
         # torch initializes the state of an optimizer only if there are no gradients.
@@ -342,11 +345,6 @@ def _rank() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def _entries(optimizer: Mapping[str, Any], state_of: Collection[str]) -> dict[str, Collection[str]]:
-    """Names of what the stored state of each parameter consists of."""
-    return {param: {*optimizer["state"].get(param, ())} for param in state_of}
 
 
 def _grows(state: Any) -> bool:
