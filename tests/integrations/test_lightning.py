@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from distributed.launch import SOON
 from reliability.tiers import FaultyTiers
@@ -301,7 +302,7 @@ def test_a_checkpoint_of_lightnings_own_is_read_without_running_it(tmp_path: Pat
     torch.save({"global_step": 4, "w": torch.ones(2)}, tmp_path / "own.ckpt")
     assert io.load_checkpoint(tmp_path / "own.ckpt")["global_step"] == 4
     torch.save({"f": subprocess.run}, tmp_path / "forged.ckpt")
-    with pytest.raises(Exception, match="Weights only load failed"):
+    with pytest.raises(Invalid, match=r"forged\.ckpt is more than tensors and plain values; nothing was run: "):
         io.load_checkpoint(tmp_path / "forged.ckpt")
 
 
@@ -395,12 +396,12 @@ def test_fabric_may_name_the_step_in_the_folder_of_the_file(
     """As litgpt does; its last checkpoint has no number at all, and ends no training."""
     io = program.TieredCheckpointIO(program.store_of(tmp_path, shared_memory / "ram"))
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[io, program.LightningEnvironment()])
-    folders = {"step-00000002": 2, "iter_4": 4, "global_step6": 6, "checkpoint-8": 8, "10": 10}
+    folders = {"step-00000002": 2, "iter_4": 4, "global_step6": 6, "Checkpoint-8": 8}
     for folder, step in folders.items():
         fabric.save(tmp_path / folder / "lit_model.pth", {"count": step})
     assert io._opened().store.all_steps() == tuple(folders.values())
     assert "not to the store" not in caplog.text
-    for folder in ("final", "version_3"):
+    for folder in ("final", "version_3", "42"):
         fabric.save(tmp_path / folder / "lit_model.pth", {"count": 11})
         assert f"{folder}/lit_model.pth is written by Lightning alone, not to the store" in caplog.text
         assert torch.load(tmp_path / folder / "lit_model.pth") == {"count": 11}
@@ -409,6 +410,39 @@ def test_fabric_may_name_the_step_in_the_folder_of_the_file(
         fabric.load(tmp_path / folder / "lit_model.pth", state)
         assert state == {"count": count}
     assert io._opened().store.all_steps() == tuple(folders.values())
+    io._opened().store.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "path", "step"),
+    [
+        ({"step": 5}, "step-100/model-7.pth", 5),
+        ({"step": np.int64(5)}, "model.pth", 5),
+        ({"step": torch.tensor(5)}, "model.pth", 5),
+        ({"global_step": 6, "step": 5}, "model.pth", 6),
+        ({"step": True}, "model-7.pth", 7),
+        ({"step": torch.tensor(True)}, "model-7.pth", 7),
+        ({"step": 0.5}, "model-7.pth", 7),
+        ({}, "model-7.pth", 7),
+        ({}, "runs/42/model-7.pth", 7),
+        ({}, "epoch=3-step=40.ckpt", 40),
+        ({}, "step-100/epoch=3-step=40-v1.ckpt", 40),
+        ({}, "step-100/model_v2.pth", 100),
+        ({}, "step-100/rank_0.pt", 100),
+        ({}, "epoch=3-STEP=40/model_v2.pth", 40),
+        ({}, "step-99999999999999999999/model_v2.pth", 2),
+        ({}, "runs/42/last.pth", None),
+        ({}, "20240101/last.pth", None),
+    ],
+)
+def test_the_number_of_a_step_is_where_it_is_told_most_plainly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, state: dict[str, Any], path: str, step: int | None
+) -> None:
+    io = program.TieredCheckpointIO({"tiers": {"disk": {"kind": "posix", "path": str(tmp_path / "store")}}})
+    io.save_checkpoint(state | {"w": torch.ones(2)}, tmp_path / path)
+    assert io._opened().store.all_steps() == (() if step is None else (step,))
+    assert ("not to the store" in caplog.text) == (step is None)
+    assert io.load_checkpoint(tmp_path / path)["w"].tolist() == [1, 1]
     io._opened().store.close()
 
 

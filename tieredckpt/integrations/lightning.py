@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import io
 import logging
+import operator
 import os
+import pickle
 import re
 import sys
 import threading
@@ -42,6 +44,7 @@ from tieredckpt.integrations._hyperparameters import Hyperparameters
 from tieredckpt.integrations._named_steps import PATHS, NamedSteps, check_local, reference_at
 from tieredckpt.integrations._optimizers import with_groups_of
 from tieredckpt.integrations.dcp import TieredReader
+from tieredckpt.interchange.torch_files import refused
 
 __all__ = ["RandomState", "TieredCheckpointIO", "TieredModelParallelStrategy"]
 
@@ -51,8 +54,8 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | StoreConfig | SyncStore
 _log = logging.getLogger("tieredckpt")
 _INTEGERS = {"python": 1, "numpy": 1}
 """Places of the integer sequences in the random states of Lightning."""
-_FOLDER_OF_A_STEP = re.compile(r"(?:.*(?:step|iter|checkpoint|ckpt)[-_=]?)?([0-9]{1,18})")
-"""Names of folders of one checkpoint, such as ``step-00000100`` and ``iter_7``; not of a run: ``version_3``."""
+_STEP = re.compile(r"(?:step|iter|checkpoint|ckpt)[-_=]?([0-9]{1,18})(?![0-9])", re.IGNORECASE)
+"""In the name of a checkpoint, such as ``step-00000100`` and ``iter_7``; not of a run: ``version_3``, ``20240101``."""
 _opens_once = threading.Lock()
 """Lightning's AsyncCheckpointIO saves in a thread, and removes and loads beside it. A plugin of its own is pickled."""
 
@@ -96,13 +99,18 @@ class TieredCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """The checkpoint at ``path``; one that Lightning wrote itself is read as `torch.load` reads weights only,
         whatever ``weights_only`` says.
+
+        Raises `Invalid` if such a file has more than tensors and plain values.
         """
         return self._load(path, map_location, resume=None)
 
     def _load(self, path: str | os.PathLike[str], map_location: Any, *, resume: bool | None) -> dict[str, Any]:
         reference = reference_at(path)
         if reference is None:
-            found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, True)
+            try:
+                found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, True)
+            except pickle.UnpicklingError as error:
+                raise refused(str(path), error) from error
             return found
         steps = self._opened()
         reference = steps.resolve(path, reference)
@@ -295,22 +303,38 @@ def _open(source: Source, **options: Any) -> SyncStore:
 
 
 def _step_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> int | None:
-    """The step of a checkpoint: the Trainer stores it; with Fabric it is in the state, or in the name of the file or of
-    its folder. None, and a warning, if it is nowhere: a training does not end because of a name.
+    """The step of a checkpoint, by the first of these that has one:
+
+    1. the state: ``global_step``, which the Trainer stores, or ``step``;
+    2. the name of the file, after a word for a step: ``step-100.ckpt``;
+    3. the name of its folder, after such a word: ``step-100/model_v2.pth``;
+    4. the last number in the name of the file: ``model-7.pth``.
+
+    Otherwise None, and a warning: a training does not end because of a name.
     """
     for key in ("global_step", "step"):
-        if isinstance(checkpoint.get(key), int):
-            return int(checkpoint[key])
-    if numbers := re.findall(r"\d+", Path(path).stem):
-        return int(numbers[-1])
-    if folder := _FOLDER_OF_A_STEP.fullmatch(Path(path).parent.name):
-        return int(folder[1])
+        if (step := _integer(checkpoint.get(key))) is not None:
+            return step
+    file = Path(path)
+    for numbers in (_STEP.findall(file.stem), _STEP.findall(file.parent.name), re.findall(r"\d+", file.stem)):
+        if numbers:
+            return int(numbers[-1])
     _log.warning(
         '%s is written by Lightning alone, not to the store: neither the state ("step") nor the name of the file or '
         "of its folder (step-100) has the number of its step",
         path,
     )
     return None
+
+
+def _integer(value: Any) -> int | None:
+    """The integer of Python, NumPy or PyTorch, and None for anything else, such as a truth value."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _grouped(store: SyncStore, step: int, live: Sequence[Any]) -> list[dict[str, Any]]:
