@@ -28,6 +28,7 @@ class WorldTier(Tier):
         self._scenario = scenario
 
     responsive = True
+    outdated = False
 
     @property
     def healthy(self) -> bool:

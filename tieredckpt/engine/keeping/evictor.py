@@ -41,9 +41,11 @@ class Evictor:
         Raises:
             NotFound: the tier does not hold it.
             Conflict: promise 6, or a reader, forbids it.
+            TierUnavailable: as `Tier.check_known`, or of the tier.
         """
         if not tier.steps.keeps(step):
             raise NotFound(f"tier {tier.name!r} does not hold {step}")
+        tier.check_known()
 
         def check() -> None:
             if deleted:

@@ -44,7 +44,7 @@ def why_kept(state: State, step: StepId, tier: Tier) -> str:
     """
     if tier.steps.pins.get(step):
         return f"{step} is being read from tier {tier.name!r}; try again when that has ended"
-    if tier.marker is None and not tier.in_memory:
+    if tier.outdated:
         return f"what tier {tier.name!r} holds is not known before it is read again; try again when it works"
     if _is_covered(state, step, tier):
         return ""
@@ -61,9 +61,7 @@ def _is_covered(state: State, step: StepId, tier: Tier, without: Collection[Step
     for other in state.tiers:
         if state.membership.role is Role.AGENT and not state.manages(other):
             continue
-        if other.survives < survives or not (other.answers or other is tier):
-            continue
-        if other.marker is None:  # it is read again, and another writer may have been there
+        if other.survives < survives or other.outdated or not (other.answers or other is tier):
             continue
         not_good = other.steps.leaving | other.steps.impaired.keys() | state.deleting.keys()
         for held in reversed(other.steps.held):  # as a rule the newest is the last, and settles it

@@ -104,6 +104,7 @@ async def compare_with_slower(state: State, tier: Tier) -> None:
         raise
     finally:
         tier.steps.scanning = False
+        state.changed.notify()
 
 
 async def _set_apart(tier: Tier, step: StepId) -> None:

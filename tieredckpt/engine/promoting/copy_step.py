@@ -83,6 +83,7 @@ async def copy_step(
         Conflict: as `commit_file.commit`.
         NoSpace, TierUnavailable: of the target; nothing was committed.
     """
+    tier.check_known()
     again = again or (step in tier.steps.held and not tier.steps.has_good(step))
     if step in tier.steps.held and not again:
         return 0

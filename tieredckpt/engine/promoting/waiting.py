@@ -30,9 +30,10 @@ async def reached(
         TieredCkptError: what keeps the tier from it.
     """
     tier = state.tier(name)
-    while (outdated := _is_outdated(state, tier)) or step not in tier.steps.held:
+    while not _is_known_there(state, tier, step):
         promoter = promoters.get(name)
-        if outdated and time.monotonic() >= tier.health.retry_at:  # it comes back just now
+        comes_back = step in tier.steps.held and time.monotonic() >= tier.health.retry_at
+        if tier.steps.scanning or comes_back:  # which is no news of the step
             await state.changed.wait()
             continue
         if step in state.membership.failed:
@@ -77,8 +78,8 @@ async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
             elif state.observation.promotions_ended == before:  # else a step may be due that no other is on its way
                 break
     for promoter in promoters.values():
-        if (error := promoter.tier.health.error) is not None and _is_outdated(state, promoter.tier):
-            raise again(error, f"what tier {promoter.tier.name!r} holds is not known: ")
+        if (error := promoter.tier.health.error) is not None and promoter.tier.outdated and promoter.tier.steps.held:
+            raise again(error, f"tier {promoter.tier.name!r} is to be read again, and may lack steps: ")
         if error is not None and (due := promoter.next_due(at_rest=True)) is not None:
             raise again(error, f"tier {promoter.tier.name!r} lacks {due}: ")
         for step, error in promoter.tier.steps.stuck.items():
@@ -86,9 +87,9 @@ async def drained(state: State, promoters: Mapping[str, Promoter]) -> None:
                 raise again(error, f"tier {promoter.tier.name!r} lacks {step}: ")
 
 
-def _is_outdated(state: State, tier: Tier) -> bool:
-    """Whether a tier is to be read again, or is just being read, after which it may not hold what is known."""
-    return tier.steps.scanning or (tier.marker is None and state.manages(tier))
+def _is_known_there(state: State, tier: Tier, step: StepId) -> bool:
+    """Whether a tier holds a step, and is not to be read again, after which it may not."""
+    return step in tier.steps.held and not (tier.steps.scanning or (tier.outdated and state.manages(tier)))
 
 
 def in_ram_alone(state: State) -> str:

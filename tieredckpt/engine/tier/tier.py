@@ -21,7 +21,7 @@ from tieredckpt.engine.tier import marker_file
 from tieredckpt.engine.tier.lease import Lease
 from tieredckpt.engine.tier.packs import Packs
 from tieredckpt.engine.tier.ram import Ram
-from tieredckpt.engine.tier.steps import Steps
+from tieredckpt.engine.tier.steps import IndeterminateDelete, Steps
 from tieredckpt.errors import Conflict, NoSpace, TieredCkptError, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.encoding import Encoding
@@ -146,10 +146,18 @@ class Tier:
             await self.lease.confirm(deleting=deleting)
         self.check_known()
 
+    @property
+    def outdated(self) -> bool:
+        """Whether it is to be read before it is changed, as after a failure: others may have been there."""
+        return self.marker is None and not self.in_memory
+
     def check_known(self) -> None:
-        """Raise `TierUnavailable` if it is to be read before it is changed, as after a failure."""
-        if self.marker is None and not self.in_memory:
-            raise TierUnavailable(f"tier {self.name!r} is to be read before it is changed: what it holds is not known")
+        """Raise `TierUnavailable` if it is `outdated`."""
+        if self.outdated:
+            raise TierUnavailable(
+                f"tier {self.name!r} is not changed before it is read again, for others may have been there: "
+                f"{self.health.error or 'it was not read yet'}; try again when it works"
+            )
 
     async def now(self) -> float:
         """The time by the clock that its files are stamped with, or a little earlier (epoch seconds)."""
@@ -291,6 +299,7 @@ class Tier:
         self.packs.exchange(packs)
         for step, lacking in tuple(self.steps.impaired.items()):
             self.packs.doubt(each for each in lacking if isinstance(each, bytes))
-            held = self.steps.held.get(step)
+            problem = self.steps.damaged.get(step)
+            held = problem.held if isinstance(problem, IndeterminateDelete) else self.steps.held.get(step)
             was_read = held is None or held.whole
             self.steps.mend(step, (lacking & packs.sizes.keys()) | ({step.manifest_key} if was_read else set()))

@@ -6,14 +6,16 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import flip_chunk, tier_of
 from support.rescan import scan_again, scanned_again
-from support.scenes import Heard, assert_restored, config, folder, polled, tree
+from support.scenes import Heard, assert_restored, config, folder, polled, ram, tree
 
 from tieredckpt import CheckpointStore
+from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
@@ -164,6 +166,28 @@ async def test_who_waits_for_a_step_is_told_that_its_tier_could_not_be_read_agai
     await store.flush()
 
 
+@pytest.mark.parametrize("dead", ["ram", "far"])
+async def test_a_flush_needs_no_tier_that_was_silent_at_the_opening_and_on_which_nothing_is_due(
+    dead: str, shared_memory: Path, tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*arguments: Any, **options: Any) -> RamStore:
+        raise TierUnavailable("no shared memory")
+
+    far = folder(tmp_path / "far", promote="never")
+    tiers = {"ram": ram(shared_memory), "disk": folder(tmp_path / "disk"), "far": far}
+    if dead == "ram":
+        monkeypatch.setattr(RamStore, "open", no_memory)
+    else:
+        faults.refuse(dead)
+    async with CheckpointStore.open(config(tiers)) as store:
+        saved = await store.save(1, tree(1))
+        await store.flush()
+        assert await store.where(1) == (("disk",) if dead == "ram" else ("ram", "disk"))
+        if dead == "far":
+            with pytest.raises(TierUnavailable):
+                await saved.reached("far")
+
+
 async def test_what_came_back_is_lacking_no_more(store: CheckpointStore, far: Tier, tmp_path: Path) -> None:
     step = max(far.steps.held)
     (pack,) = await store._life.loop.call(step_index.packs(far, step))
@@ -189,7 +213,7 @@ async def test_nothing_is_promoted_to_a_tier_that_was_never_read_for_another_wri
             await store.save(5, tree(5))
             faults.allow("far")
             await heard.first(TierFailed, lambda event: isinstance(event.error, Conflict))
-            with pytest.raises(TierUnavailable, match="is not known"):
+            with pytest.raises(TierUnavailable, match="is not changed before it is read again"):
                 await store.promote(5, "far")
         assert [info.step for info in await other.steps()] == [1]
         assert len([*(tmp_path / "far").glob("steps/*")]) == 1
