@@ -366,7 +366,7 @@ async def test_a_disk_that_fails_while_its_steps_are_compared_does_not_stop_the_
 async def test_a_disk_that_fails_while_its_steps_are_compared_keeps_those_that_are_not_stale(
     place: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await left_on_a_disk(place, faults, 2)
+    await left_on_a_disk(place, faults, since=(2,))
     refuse_indexes(monkeypatch, TierUnavailable)
     limit(monkeypatch, first_retry=SOON, last_retry=SOON)
     async with CheckpointStore.open(with_disk("a", place)) as store:
