@@ -83,7 +83,7 @@ async def copy_step(
         Conflict: as `commit_file.commit`.
         NoSpace, TierUnavailable: of the target; nothing was committed.
     """
-    tier.check_known()
+    await state.until_read(tier)
     again = again or (step in tier.steps.held and not tier.steps.has_good(step))
     if step in tier.steps.held and not again:
         return 0

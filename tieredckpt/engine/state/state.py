@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -173,6 +174,14 @@ class State:
     def newest(self) -> StepId | None:
         """The newest step of the branch, which a restore takes."""
         return next((step for step in reversed(self.records()) if self.on_line(step.serial)), None)
+
+    async def until_read(self, tier: Tier) -> None:
+        """Wait for a tier that just comes back after a failure. Raises as `Tier.check_known`."""
+        health = tier.health
+        await self.changed.until(
+            lambda: not tier.outdated or health.error is None or time.monotonic() < health.retry_at
+        )
+        tier.check_known()
 
     def refuse_half_deleted(self, steps: Iterable[StepId]) -> None:
         """Raise `TierUnavailable` for a step among these whose deletion failed on a tier: there it may be intact."""

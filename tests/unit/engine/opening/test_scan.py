@@ -188,6 +188,26 @@ async def test_a_flush_needs_no_tier_that_was_silent_at_the_opening_and_on_which
                 await saved.reached("far")
 
 
+async def test_a_promotion_by_hand_waits_for_a_tier_that_just_comes_back(
+    store: CheckpointStore, far: Tier, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_another(self: Promoter) -> bool:
+        return False
+
+    await store.evict(1, "far")
+    monkeypatch.setattr(Promoter, "_is_itself", is_another)
+    reading, state = faults["far"].hold("get", key="tieredckpt.json"), store._life.engine.state
+    store._life.loop.soon(lambda: state.report(far, TierUnavailable("stale handle")))
+    await reading.reached()
+    assert far.outdated
+    promoting = asyncio.create_task(store.promote(1, "far"))
+    await store.steps()
+    assert not promoting.done()
+    reading.release()
+    await promoting
+    assert await store.where(1) == ("disk", "far")
+
+
 async def test_what_came_back_is_lacking_no_more(store: CheckpointStore, far: Tier, tmp_path: Path) -> None:
     step = max(far.steps.held)
     (pack,) = await store._life.loop.call(step_index.packs(far, step))

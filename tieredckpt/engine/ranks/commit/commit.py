@@ -132,7 +132,7 @@ class Commits:
 
     async def _commit(self, step: StepId, tier: Tier, parts: Mapping[int, bytes], begin: float) -> int:
         """The bytes written; 0 where another promotion of the step came first."""
-        tier.check_known()
+        await self._state.until_read(tier)
         was_there, impaired_by = step in tier.steps.to_mend(), tier.steps.lacking(step)
         find = partial(in_thread, holders, parts, partial(is_verified, tier), pool=self._state.pool)
         losses = tier.packs.losses
