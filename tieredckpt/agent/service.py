@@ -26,7 +26,7 @@ from tieredckpt.engine.tier.lease import Holder
 from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.engine.wire_types import Failure, encode
-from tieredckpt.errors import Conflict, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Conflict, TieredCkptError
 from tieredckpt.events import Event
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, decode_step
@@ -233,8 +233,7 @@ class LentTiers:
     async def lend(self, operation: messages.Lend) -> None:
         """Protect the tier's packs until the tier is given back."""
         tier = self._state.tier(operation.tier)
-        if tier.marker is None:
-            raise TierUnavailable(f"tier {tier.name!r} is not available: {tier.health.error}")
+        tier.check_known()
         await tier.packs.guard.acquire()
         self._lent.add(tier.name)
 
