@@ -54,7 +54,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class StepOnTier(msgspec.Struct, frozen=True):
-    """A step on a tier, as another process is told of it."""
+    """What one process tells another of a step on a tier."""
 
     record: StepRecord
     """Without the structure."""

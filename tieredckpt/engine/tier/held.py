@@ -87,6 +87,6 @@ class HeldSteps(dict[StepId, Held]):
         super().update(added)
         self._tell(*added)
 
-    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]  # dict has two overloads
         self.update(other)
         return self
