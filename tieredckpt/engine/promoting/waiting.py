@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 
@@ -32,8 +31,7 @@ async def reached(
     tier = state.tier(name)
     while not _is_known_there(state, tier, step):
         promoter = promoters.get(name)
-        comes_back = step in tier.steps.held and time.monotonic() >= tier.health.retry_at
-        if tier.steps.scanning or comes_back:  # which is no news of the step
+        if tier.steps.scanning or (step in tier.steps.held and tier.comes_back):  # which is no news of the step
             await state.changed.wait()
             continue
         if step in state.membership.failed:

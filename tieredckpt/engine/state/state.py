@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -177,10 +176,7 @@ class State:
 
     async def until_read(self, tier: Tier) -> None:
         """Wait for a tier that just comes back after a failure. Raises as `Tier.check_known`."""
-        health = tier.health
-        await self.changed.until(
-            lambda: not tier.outdated or health.error is None or time.monotonic() < health.retry_at
-        )
+        await self.changed.until(lambda: not tier.comes_back)
         tier.check_known()
 
     def refuse_half_deleted(self, steps: Iterable[StepId]) -> None:

@@ -151,6 +151,11 @@ class Tier:
         """Whether it is to be read before it is changed, as after a failure: others may have been there."""
         return self.marker is None and not self.in_memory
 
+    @property
+    def comes_back(self) -> bool:
+        """Whether it is `outdated`, and is being opened again just now."""
+        return self.outdated and self.health.error is not None and time.monotonic() >= self.health.retry_at
+
     def check_known(self) -> None:
         """Raise `TierUnavailable` if it is `outdated`."""
         if self.outdated:
