@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from reliability.tiers import FaultyTiers, faulty_tiers, tried_again_soon
 from support.agents import end_agent
 from support.object_stores import REAL, Place, moto_server, real_server
-from support.scenes import new_shared_folder, ram
+from support.scenes import new_shared_folder, ram, shared_folders
 
 from tieredckpt.blobs.ram.folder import SHARED_MEMORY_VARIABLE
 from tieredckpt.blobs.wrap.mapped import UNMAPPED
@@ -136,7 +136,9 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
-    pytest.fail("the tests left behind: " + ", ".join([*(f"process {child}" for child in children), *map(str, files)]))
+    left = [f"process {child}" for child in children]
+    left += [f"{file} of {shared_folders.get(file, 'unknown')} with {sorted(file.rglob('*'))}" for file in files]
+    pytest.fail("the tests left behind: " + ", ".join(left))
 
 
 def _new_folder(**options: Any) -> tempfile.TemporaryDirectory[str]:

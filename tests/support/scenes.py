@@ -25,9 +25,15 @@ SOON = 60.0
 """Seconds after which what should have happened by itself counts as never happening."""
 
 
+shared_folders: dict[Path, str] = {}
+"""The test that made each `new_shared_folder`."""
+
+
 def new_shared_folder() -> Path:
     """A new folder in the shared memory of this test run; its maker removes it."""
-    return Path(tempfile.mkdtemp(dir=Path(os.environ[SHARED_MEMORY_VARIABLE]).parent))
+    folder = Path(tempfile.mkdtemp(dir=Path(os.environ[SHARED_MEMORY_VARIABLE]).parent))
+    shared_folders[folder] = os.environ.get("PYTEST_CURRENT_TEST", "")
+    return folder
 
 
 def ram_in(root: Path) -> Path:
