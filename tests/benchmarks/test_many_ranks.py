@@ -24,7 +24,7 @@ from support.scenes import config, folder
 
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.posix.store import PosixStore
-from tieredckpt.engine.ranks.commit.merged import placed, without_places
+from tieredckpt.engine.ranks.commit.merged import MergedStep, placed, without_places
 from tieredckpt.engine.ranks.commit.parts import extents_of, holders, merge_parts, share_out
 from tieredckpt.format import layout, pack
 from tieredckpt.format.boxes import Box
@@ -173,10 +173,10 @@ def test_a_promotion_costs_rank_0_no_second_merge(tmp_path: Path, ranks: int, ar
         write_rank(tmp_path, rank, ranks, structure, store)
     said = {rank: (tmp_path / layout.part_key(STEP, SERIAL, rank)).read_bytes() for rank in range(ranks)}
 
-    def agree() -> StepIndex:
+    def agree() -> MergedStep:
         return without_places(merge_parts(said))
 
-    def promote(whole: StepIndex) -> StepIndex:
+    def promote(whole: MergedStep) -> StepIndex:
         having, sizes = holders(said, lambda *_: False)
         share_out(having, sizes)
         index = placed(whole, extents_of(said), {}, CRC32C)

@@ -363,7 +363,7 @@ async def test_the_copy_in_memory_is_found_though_the_disk_never_got_it(shared: 
     async with CheckpointStore.open(shared) as store:
         restored = await store.restore()
         assert restored is not None
-        assert (restored.step, restored.sources.keys()) == (1, {"ram"})
+        assert (restored.step, {*restored.sources}) == (1, {"ram"})
         assert_same(restored.tree, state(1))
         await store.flush()
         assert await store.where(1) == ("ram", "disk")

@@ -130,6 +130,7 @@ def votes(me: Rank) -> Callable[[bool], bool]:
 
 async def opened(me: Rank) -> Communicator:
     communicator = communicator_of("auto", config_of(me))
+    assert communicator is not None
     assert (communicator.rank, communicator.size) == (me.rank, me.size)
     await communicator.open(timeout=DEADLINE)
     return communicator

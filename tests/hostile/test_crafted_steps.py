@@ -178,7 +178,8 @@ def encode_and_decode(record: StepRecord, arrays: dict[str, ArrayIndex]) -> None
 @pytest.mark.parametrize("path", ["packs/../../x", "/etc/passwd", "steps/0000000001-000001/btree", "tieredckpt.json"])
 def test_a_chunk_outside_of_the_packs_is_refused(path: str) -> None:
     arrays = sample_arrays()
-    arrays["params/w"].chunks[0] = Chunk(bytes(16), Extent(path, 0, 8196))
+    chunks: Any = arrays["params/w"].chunks
+    chunks[0] = Chunk(bytes(16), Extent(path, 0, 8196))
     record = forged_record(tree_of(arrays))
     with pytest.raises((Corrupt, Invalid), match=r"is no pack|no path below the root|impossible place"):
         encode_and_decode(record, arrays)

@@ -138,9 +138,10 @@ async def test_an_array_of_terabytes_that_stands_on_one_chunk_is_refused_with_it
 @pytest.mark.parametrize("offset", [12288 * 3, 12288 * 1000, 1 << 40, (1 << 62)])
 async def test_extents_outside_of_their_pack_lose_their_array_and_no_other(tmp_path: Path, offset: int) -> None:
     record, arrays = sound()
-    where = arrays["params/w"].chunks[1].where
+    chunks: Any = arrays["params/w"].chunks
+    where = chunks[1].where
     assert isinstance(where, Extent)
-    arrays["params/w"].chunks[1] = Chunk(b"\1" * 16, Extent(where.path, offset, where.length))
+    chunks[1] = Chunk(b"\1" * 16, Extent(where.path, offset, where.length))
     plant(tmp_path / "a", encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C))
     async with opened(tmp_path / "a") as store:
         with resident(256 * MIB), pytest.raises(Corrupt, match=r"array 'params/w' of step 20 .* is lost"):
@@ -155,8 +156,9 @@ async def test_extents_outside_of_their_pack_lose_their_array_and_no_other(tmp_p
 async def test_extents_that_overlap_are_read_as_their_digests_say(tmp_path: Path) -> None:
     record, arrays = sound()
     path = layout.pack_key("ab" * 16)
-    arrays["params/w"].chunks[1] = Chunk(digest(PATTERN), Extent(path, 0, 8196))
-    arrays["params/w"].chunks[2] = Chunk(digest(PATTERN), Extent(path, 4096, 8196))
+    chunks: Any = arrays["params/w"].chunks
+    chunks[1] = Chunk(digest(PATTERN), Extent(path, 0, 8196))
+    chunks[2] = Chunk(digest(PATTERN), Extent(path, 4096, 8196))
     plant(tmp_path / "a", encode_step(record, arrays, btree_path=BTREE, encoding=CRC32C))
     async with opened(tmp_path / "a") as store:
         found = await store.restore()  # the pack has the chunk elsewhere too

@@ -90,7 +90,7 @@ def train(me: Rank, app: App, store: SyncStore) -> None:
 def go_on(me: Rank, app: App, store: SyncStore) -> None:
     """Load, tell what that was, train one step more and save it."""
     app.train(77)
-    state = {"app": app, "step": -1}
+    state: dict[str, Any] = {"app": app, "step": -1}
     dcp.load(state, storage_reader=TieredReader(store))
     loaded, step = app.digest(), state["step"] + 1
     app.train(step)

@@ -115,7 +115,7 @@ def test_what_a_module_wants_and_does_not_tell_is_named(opened: SyncStore) -> No
 class Quiet(torch.nn.Linear):
     """Says nothing of how its loading went, as its own `load_state_dict` may."""
 
-    def load_state_dict(self, *arguments: Any, **options: Any) -> None:  # type: ignore[override]  # returns nothing on purpose
+    def load_state_dict(self, *arguments: Any, **options: Any) -> None:
         super().load_state_dict(*arguments, **options)
 
 

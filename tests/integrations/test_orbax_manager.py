@@ -311,7 +311,8 @@ def test_items_go_to_their_own_handlers(store: SyncStore) -> None:
         assert found.notes == notes
         assert data.at == 12
         equal(jnp.arange(5), found.array)
-        equal(found.seed[1], np.random.get_state()[1])
+        seed: Any = np.random.get_state()
+        equal(found.seed[1], seed[1])
         assert set(manager.restore(1)) == {"state", "notes", "array"}  # no arguments tell a handler of the others
         assert manager.restore(1, args=ocp.args.Composite(notes=None)).notes == notes
         assert manager.item_metadata(1).state["params"]["dense"]["kernel"].shape == (64, 32)

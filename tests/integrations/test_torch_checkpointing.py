@@ -124,7 +124,7 @@ def test_ranks_load_their_parts_and_one_process_all_of_it(tmp_path: Path, shared
 
 class Moments(NamedTuple):
     first: Any
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, as optax's do
 
 
 def test_a_named_tuple_is_filled_from_a_tuple(manager: Any) -> None:
@@ -161,6 +161,7 @@ async def test_a_rank_that_misses_something_keeps_no_other_from_loading(shared_m
             asyncio.to_thread(each.load, "step_1", into, strict=True)
             for each, into in zip(managers, intos, strict=True)
         ]
-        found, missed = await asyncio.gather(*loads, return_exceptions=True)
+        loaded: list[Any] = await asyncio.gather(*loads, return_exceptions=True)
+        found, missed = loaded
         assert found["w"].tolist() == [1] * 4
         assert isinstance(missed, NotFound)

@@ -32,7 +32,7 @@ def test_dcp_goes_in_and_out_again_to_the_last_bit(store: Path, tmp_path: Path) 
     equal(restored(store, 7), STATE)
     result = run("export", store, 7, "--to", f"dcp:{tmp_path / 'out'}")
     assert result.exit_code == 0, result.output
-    template = {
+    template: dict[str, Any] = {
         "model": {name: torch.empty_like(value) for name, value in STATE["model"].items()},
         "optim": {"state": [{"m": torch.empty(3)}, {"m": torch.empty(3)}], "groups": None},
         "pair": None,

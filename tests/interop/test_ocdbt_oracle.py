@@ -123,8 +123,8 @@ def test_we_read_what_stock_tensorstore_writes(
     assert values == expected
     assert list(values) == sorted(expected)
     for key in {*expected, b"a", b"zz"}:
-        value = ocdbt.find_in_nodes(manifest, read)(key)
-        assert (value is None) == (key not in expected)
+        found = ocdbt.find_in_nodes(manifest, read)(key)
+        assert (found is None) == (key not in expected)
     assert ocdbt.read_root(manifest).num_keys == len(expected)
 
 

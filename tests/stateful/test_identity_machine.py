@@ -329,5 +329,5 @@ TestIdentity = pytest.mark.skipif(not may_mount(), reason="only root mounts file
 
 
 @pytest.mark.slow
-class TestIdentityForLong(IdentityMachine.TestCase):
+class TestIdentityForLong(IdentityMachine.TestCase):  # type: ignore[misc, valid-type]  # made at run time
     settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

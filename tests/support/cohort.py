@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from reliability.ranks import World
 
+from support.rank_insight import early, mode_of
 from support.scenes import SOON, Heard, config, crash, folder, ram
 from tieredckpt import CheckpointStore, Shard
 from tieredckpt.blobs.wrap import Metered
@@ -50,7 +51,7 @@ class Cohort:
         Only where one is to be missed is a short time right: what goes well may take long on a busy machine.
         """
         for store in self.stores:
-            store._life.engine.mode.ranked.group.deadline = seconds
+            mode_of(store).ranked.group.deadline = seconds
 
     async def all(self, work: Callable[[CheckpointStore, int], Awaitable[T]], ranks: Iterable[int] = ()) -> list[T]:
         """What every rank does, or some do, at once."""
@@ -99,8 +100,7 @@ class Cohort:
 
     def unreceived(self, rank: int) -> set[str]:
         """Topics of the messages that have come to a rank, and that no call of it has received."""
-        communicator = self.stores[rank]._life.engine.mode.ranked.group.communicator
-        return {topic for _, topic in tuple(communicator._ends[rank].inbox._early)}
+        return set(early(self.stores[rank]))
 
     def read(self, rank: int) -> int:
         """Bytes that a rank has read of packs on the shared tier since it was opened."""

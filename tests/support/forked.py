@@ -68,7 +68,7 @@ def forking(*modules: str) -> Iterator[Start]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
     # multiprocessing would remove a folder of its own when this process ends, and the tests' folders are gone by then.
-    config = multiprocessing.current_process()._config
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # private, so typeshed has none
     config["tempdir"] = tempfile.mkdtemp(prefix="forked-")
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server imports with its own path alone
@@ -83,7 +83,7 @@ def forking(*modules: str) -> Iterator[Start]:
     try:
         yield start
     finally:
-        forkserver._forkserver._stop()
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # nor this one
         shutil.rmtree(config.pop("tempdir"), ignore_errors=True)
 
 

@@ -80,7 +80,9 @@ _HASHABLE = st.recursive(
     lambda items: st.lists(items, max_size=3).map(tuple) | st.frozensets(items, max_size=3),
     max_leaves=4,
 )
-KEYS = _HASHABLE | st.sampled_from(["", "=", "=1", "1", 1, True, 0, -0.0, "=null", None, (), ("a", 1), frozenset()])
+KEYS: st.SearchStrategy[Any] = _HASHABLE | st.sampled_from(
+    ["", "=", "=1", "1", 1, True, 0, -0.0, "=null", None, (), ("a", 1), frozenset()]
+)
 """Keys of dicts, alike ones of different types among them."""
 
 LEAVES = st.one_of(

@@ -54,10 +54,11 @@ class Handler(BaseHTTPRequestHandler):
     """One connection of a client."""
 
     protocol_version = "HTTP/1.1"
+    server: _Server
     upstream: http.client.HTTPConnection | None = None
 
     def do_GET(self) -> None:
-        between: Proxy = self.server.between
+        between = self.server.between
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         listing = self.command == "GET" and "list-type=2" in self.path
         fault = between.meet("LIST" if listing else self.command, self.path)
@@ -73,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def forward(self, *, without: tuple[str, ...] = ()) -> http.client.HTTPResponse:
         """Send the request to the server behind; returns its answer."""
-        between: Proxy = self.server.between
+        between = self.server.between
         if self.upstream is None:
             self.upstream = http.client.HTTPConnection(between.host, timeout=600)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in without}

@@ -6,8 +6,25 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from reliability.ranks import InProcess
+
 from support.scenes import SOON
 from tieredckpt import CheckpointStore
+from tieredckpt.engine.mode.among_ranks import AmongRanks
+
+
+def mode_of(store: CheckpointStore) -> AmongRanks:
+    """How one rank of several takes part in its store."""
+    mode = store._life.engine.mode
+    assert isinstance(mode, AmongRanks)
+    return mode
+
+
+def early(store: CheckpointStore) -> list[str]:
+    """Topics of the messages that have come to a rank, and that no call of it has received."""
+    group = mode_of(store).ranked.group
+    assert isinstance(group.communicator, InProcess)
+    return [topic for _, topic in tuple(group.communicator._ends[group.rank].inbox._early)]
 
 
 async def none(stores: Sequence[CheckpointStore], what: Callable[[CheckpointStore], list[str]]) -> None:
@@ -32,7 +49,7 @@ def failing(store: CheckpointStore) -> list[str]:
 
 def waiting(store: CheckpointStore) -> list[str]:
     """Saves that wait: to be copied or refused; at rank 0 for votes, on the others for what it decides."""
-    mode, state = store._life.engine.mode, store._life.engine.state
+    mode, state = mode_of(store), store._life.engine.state
     attempts, leads = mode.ranked.votes.attempts, mode.ranked.group.coordinates
     votes = (*attempts.voted_for, *attempts.voted_against) if leads else state.membership.undecided
     return [str(each) for each in (*attempts._copying, mode._refused, *votes) if each is not None]
@@ -40,7 +57,7 @@ def waiting(store: CheckpointStore) -> list[str]:
 
 def remembered(store: CheckpointStore) -> list[str]:
     """What a rank remembers of saves on which all is decided, less what it needs."""
-    state, rank = store._life.engine.state, store._life.engine.mode.ranked
+    state, rank = store._life.engine.state, mode_of(store).ranked
     votes, member, group, first = rank.votes, state.membership, rank.group, state.tiers[0]
     found = {
         "copying": votes.attempts._copying,
@@ -55,11 +72,7 @@ def remembered(store: CheckpointStore) -> list[str]:
         "pending": state.branch._pending,
         "indeterminate": state.branch._indeterminate,
         "due": votes.turns._due,
-        "early": [
-            topic
-            for _, topic in tuple(group.communicator._session.ends[group.rank].inbox._early)
-            if topic not in {f"found/{number}" for number in votes.dedupe._open_questions}
-        ],
+        "early": set(early(store)) - {f"found/{number}" for number in votes.dedupe._open_questions},
         "written": rank.commits.written,
         "parts in RAM": first.steps.parts.keys() - state.tier("disk").steps.held.keys(),
         "outbox": range(group._outbox.qsize()),

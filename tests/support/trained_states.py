@@ -117,7 +117,7 @@ class GptTraining:
         """The mean loss on text that is not trained on."""
         with torch.no_grad():
             found = [self._loss(self._batch(i, self._held_back, len(self._text))).item() for i in range(20)]
-        return sum(found) / len(found)
+        return float(sum(found)) / len(found)
 
     def _batch(self, seed: int, begin: int, end: int) -> torch.Tensor:
         chance = torch.Generator().manual_seed(seed)

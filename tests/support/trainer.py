@@ -74,14 +74,15 @@ def unpublished(suffix: str) -> None:
     """Die when an object of such a name is written, and has only its temporary name."""
     from tieredckpt.blobs.posix.paths import Folders
 
-    publish = Folders.publish
+    folders: Any = Folders
+    publish = folders.publish
 
     def fatal(self: Any, temporary: Any, path: Any, **named: Any) -> None:
         if path.name == suffix:
             die()
         publish(self, temporary, path, **named)
 
-    Folders.publish = fatal
+    folders.publish = fatal
 
 
 POINTS: dict[str, Callable[[], None]] = {

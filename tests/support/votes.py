@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from support.cohort import Cohort, assert_whole
+from support.rank_insight import mode_of
 from support.scenes import SOON
 from tieredckpt import CheckpointStore
 from tieredckpt.engine.ranks import ranked
@@ -20,7 +21,9 @@ SIZE = 3
 def before_copies(store: CheckpointStore, do: Callable[[], None], *, early: bool = False) -> Iterator[None]:
     """Make each save of one rank ``do`` this while it copies; with ``early``, before it copies."""
     state = store._life.engine.state
-    target, name = (ranked, "split") if early else (state.tiers[0].ram.index, "allocate")
+    ram = state.tiers[0].ram
+    assert ram is not None
+    target, name = (ranked, "split") if early else (ram.index, "allocate")
     go_on = getattr(target, name)
 
     def first(*arguments: Any, **more: Any) -> Any:
@@ -58,7 +61,7 @@ def held_up(store: CheckpointStore, *, early: bool = False) -> Iterator[tuple[th
 
 def votes_kept(ranks: Cohort) -> set[str]:
     """The attempts on which rank 0 has votes."""
-    return set(ranks[0]._life.engine.mode.ranked.votes.coordinator._box._votes)
+    return set(mode_of(ranks[0]).ranked.votes.coordinator._box._votes)
 
 
 async def works(ranks: Cohort, step: int) -> None:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -231,7 +231,7 @@ def test_threads_that_save_restore_and_close_at_once_hear_of_nothing_but_the_clo
             return None
 
         steps = iter(range(100 * turn + 1, 100 * turn + 100))
-        calls: list[Callable[[], object]] = [
+        calls: list[Any] = [
             lambda store=store, steps=steps: store.save((step := next(steps)), tree(step)),
             store.restore,
             store.verify,
@@ -365,11 +365,10 @@ class LeavingSchedule(Schedule):
 
 
 @pytest.fixture
-def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_offered", dict(base._offered))
     for kind in (LeavingPromotion, LeavingRetention, LeavingEviction, LeavingSchedule, Interrupted, Slow):
         base.register(kind)
-    return
 
 
 @pytest.mark.usefixtures("offered")

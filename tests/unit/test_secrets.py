@@ -193,7 +193,7 @@ def test_a_secret_is_dumped_only_where_that_is_asked_for(settings: StoreConfig) 
 
 def test_the_secrets_of_a_registered_kind_are_dumped_where_that_is_asked_for(tmp_path: Path) -> None:
     class VaultTier(PosixTier):
-        kind: Literal["vault"] = "vault"
+        kind: Literal["vault"] = "vault"  # type: ignore[assignment]  # not its base's
         password: SecretStr
         keys: dict[str, list[SecretStr]]
         certificate: SecretBytes | None = None

@@ -30,7 +30,7 @@ def public(face: type) -> dict[str, Any]:
     return {name: member for name, member in members.items() if name not in IN_OTHER_FORM}
 
 
-def both_faces() -> Iterator[tuple[str, Any, Any]]:
+def both_faces() -> Iterator[tuple[Any, ...]]:
     for name, member in public(CheckpointStore).items():
         blocking = vars(SyncStore)[name]
         yield name, *(each.fget if isinstance(each, property) else each for each in (member, blocking))

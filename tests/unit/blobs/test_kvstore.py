@@ -110,7 +110,7 @@ class Driver:
         return answer
 
     def write(self, key: str, value: bytes | None, *, if_equal: bytes | None = None) -> ts.Future[Any]:
-        promise, future = ts.Promise.new()
+        promise, future = ts.Promise[Any].new()
         promise.set_exception(self.error)
         return future
 
@@ -175,7 +175,7 @@ async def test_an_answer_of_too_few_bytes_is_a_short_read(monkeypatch: pytest.Mo
 async def test_a_write_that_lost_its_condition_is_a_conflict(store: KvStoreBlobs) -> None:
     # Another writer creates the object between the look and the write.
     raw, real = store._store, store._store.read
-    other = await KvStoreBlobs.open("memory://")
+    other: Any = await KvStoreBlobs.open("memory://")
 
     class Late:
         url, path = raw.url, raw.path

@@ -59,6 +59,7 @@ def test_secrets_are_in_no_dump_and_no_text(kind: str, url: str, secrets: list[s
     config = load(tiers(kind=kind, url=url, **dict.fromkeys(secrets, CANARY)))
     recorded = json.dumps(config.recorded_policies)
     (tier,) = config.tiers
+    assert tier.location is not None
     shown = [repr(config), str(config), to_toml(config), config.model_dump_json(), recorded, str(config.model_dump())]
     assert all(CANARY not in text for text in [*shown, tier.location, str(kind_of(tier).location(tier)), repr(tier)])
     assert load(dump_with_secrets(config)) == config  # as an agent gets them

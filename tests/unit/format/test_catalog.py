@@ -105,8 +105,8 @@ def chunk(offset: int, length: int) -> bytes:
 
 def step(**changes: Any) -> list[Any]:
     fields = {"step": 5, "serial": 3, "size": 300, "at": 1.0, "btree": "btree", "nodes": 4000, "nodes_at": 1.0}
-    rest = {"line": [[1, 3]], "from": None, "saved_at": 1.0, "nbytes": 7, "metrics": {}, "ranks": 1, "store": STORE}
-    rest |= {"run": "", "began_after": None}
+    rest: dict[str, Any] = {"line": [[1, 3]], "from": None, "saved_at": 1.0, "nbytes": 7, "metrics": {}, "ranks": 1}
+    rest |= {"store": STORE, "run": "", "began_after": None}
     return list((fields | rest | changes).values())
 
 

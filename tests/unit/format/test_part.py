@@ -103,7 +103,7 @@ def test_a_part_of_another_kind_or_version_is_refused_though_its_checksum_fits(p
 @given(kinds=st.tuples(*[st.integers(0, 2)] * 3))
 def test_the_extents_of_a_part_are_those_of_its_arrays(kinds: tuple[int, int, int]) -> None:
     arrays = part(kinds).arrays.values()
-    chunks = [chunk for array in arrays for chunk in array.chunks if isinstance(chunk[1], Extent)]
+    chunks = [(digest, where) for array in arrays for digest, where in array.chunks if isinstance(where, Extent)]
     assert decode_extents(encode_part(part(kinds)), "parts/1") == chunks
 
 
@@ -112,6 +112,7 @@ def test_extents_that_are_too_few_or_out_of_range_are_corrupt(field: str) -> Non
     for value in (b"", b"\xff" * 40):
         with pytest.raises(Corrupt, match="parts/1"):
             decode_extents(rewritten(**{field: value}), "parts/1")
+    where: dict[str, Any]
     for where in ({"packs": ["packs/../secret"]}, {"packs": []}, {"lengths": b"\xff" * 8}, {"offsets": b"\x64" * 8}):
         with pytest.raises(Corrupt, match="parts/1"):
             decode_extents(rewritten(**where), "parts/1")

@@ -72,7 +72,8 @@ def tree(seed: int) -> dict[str, Any]:
 
 async def played_by_the_engine(config: StoreConfig, steps: int, trace: Trace, memory: Path) -> list[set[Done]]:
     """What the engine did in each training step, and in each restart."""
-    failing, moments, step, seed = list(trace), [], 0, 0
+    failing, step, seed = list(trace), 0, 0
+    moments: list[set[Done]] = []
     while True:
         store = await CheckpointStore.open(config)
         heard = Heard(store)

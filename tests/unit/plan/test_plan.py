@@ -34,7 +34,7 @@ def scenario(
     return Scenario(config, 100 * GB, 1.0, nodes, made, mtbf or {}, restart=30.0, changed=changed)
 
 
-LADDER = {
+LADDER: dict[str, Any] = {
     "ram": {"kind": "ram"},
     "nvme": {"kind": "posix", "path": "/nvme", "retain": {"kind": "last_n", "n": 3}},
     "lustre": {
@@ -152,7 +152,7 @@ def test_a_simulated_tier_with_a_codec_holds_more_steps() -> None:
 
 def test_lossy_copies_cost_their_bytes_and_their_cpu_time_and_count_for_no_failure() -> None:
     rules = [{"keys": ["**"], "max_error": "0.4%"}]
-    far: dict[str, Any] = LADDER["lustre"]
+    far = LADDER["lustre"]
     tiers = {**LADDER, "archive": {**far, "path": "/archive", "codec": "small", "lossy": rules}}
     config = load({"store": {"name": "planned"}, "tiers": tiers})
     speeds = {**SPEEDS, "archive": GB / 2}
@@ -171,7 +171,7 @@ def planned_lossy(
     rules: list[dict[str, Any]], codec: str, arrays: list[ArrayInfo] | None = None, speed: float = GB / 2
 ) -> Scenario:
     """100 GB, of which a tier keeps what the rules leave."""
-    far: dict[str, Any] = LADDER["lustre"]
+    far = LADDER["lustre"]
     tiers = {**LADDER, "archive": {**far, "path": "/archive", "codec": codec, "lossy": rules}}
     config = load({"store": {"name": "planned"}, "tiers": tiers})
     speeds = {**SPEEDS, "archive": speed}

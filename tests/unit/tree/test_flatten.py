@@ -45,7 +45,10 @@ class Box:
         self.label = label
 
 
-optree.register_pytree_node(
+register: Any = optree.register_pytree_node
+"""Its annotations ask for collections."""
+
+register(
     Box,
     lambda box: ((box.content,), box.label, ("content",)),
     lambda label, parts: Box(parts[0], label),
@@ -173,7 +176,7 @@ def test_an_unknown_object_is_refused_by_key_and_type(value: object, type_name: 
 
 @pytest.mark.parametrize("base", [dict, list, set, str])
 def test_a_dataclass_with_content_besides_its_fields_is_refused(base: type) -> None:
-    both = dataclasses.dataclass(eq=False)(type("Both", (base,), {"__annotations__": {"x": int}, "x": 1}))
+    both: Any = dataclasses.dataclass(eq=False)(type("Both", (base,), {"__annotations__": {"x": int}, "x": 1}))
     with pytest.raises(Invalid, match=r"leaf 'a': a .*Both cannot be stored"):
         flatten({"a": both()})
 
@@ -226,7 +229,6 @@ def test_two_children_of_one_key_are_refused_by_name() -> None:
     class Twice:
         pass
 
-    register = optree.register_pytree_node
     register(Twice, lambda _: ((1, 2), None, (1, "1")), lambda _, parts: Twice(), namespace=NAMESPACE)
     try:
         with pytest.raises(Invalid, match=r"'a'.*1 and '1'.*'a/1'"):
@@ -239,7 +241,6 @@ def test_whatever_a_registered_container_names_its_children_they_have_keys() -> 
     class Odd:
         pass
 
-    register = optree.register_pytree_node
     register(Odd, lambda _: ((1, 2, 3, 4), None, (True, 1.5, 7, "a")), lambda _, parts: parts, namespace=NAMESPACE)
     try:
         structure = flatten({"odd": Odd()}).structure
@@ -294,7 +295,7 @@ def test_a_registered_type_that_fails_to_open_is_named() -> None:
     def flatten_broken(broken: Broken) -> Any:
         raise RuntimeError("out of order")
 
-    optree.register_pytree_node(Broken, flatten_broken, lambda _, parts: Broken(), namespace=NAMESPACE)
+    register(Broken, flatten_broken, lambda _, parts: Broken(), namespace=NAMESPACE)
     try:
         with pytest.raises(Invalid, match=r"'a'.*Broken.*out of order"):
             flatten({"a": Broken()})

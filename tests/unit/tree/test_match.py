@@ -99,7 +99,7 @@ def test_the_result_has_the_containers_of_like_and_the_values_of_the_step() -> N
 
 
 def test_like_itself_is_left_alone() -> None:
-    like = {"a": np.zeros(2), "c": Counter(1), "o": OrderedDict(x=1)}
+    like: dict[str, Any] = {"a": np.zeros(2), "c": Counter(1), "o": OrderedDict(x=1)}
     restore({"a": np.ones(2), "c": Counter(7), "o": OrderedDict(x=2)}, like)
     assert like["a"].tolist() == [0, 0]
     assert like["c"].value == 1

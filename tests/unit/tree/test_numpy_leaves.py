@@ -53,7 +53,7 @@ def test_row_major_bytes_alias_a_contiguous_array_and_are_none_for_others(name: 
         assert found is None
     else:
         assert found is not None
-        assert (found.dtype, found.ndim) == (np.uint8, 1)
+        assert (found.dtype, found.ndim) == (np.dtype(np.uint8), 1)
         assert found.tobytes() == array.tobytes()
         assert not found.size or np.shares_memory(found, array)
 

@@ -74,7 +74,7 @@ def test_shards_of_an_array_without_items_are_one_array() -> None:
         (Shard([1, 2], (6, 4), (0, 0)), "a list cannot be the array of a Shard"),
         (Shard(Shard(WHOLE[:1], (6, 4), (0, 0)), (6, 4), (0, 0)), "a Shard cannot be the array"),
         (Sharded([]), "without shards"),
-        (Sharded([WHOLE]), "holds Shards, not a ndarray"),
+        (Sharded((WHOLE,)), "holds Shards, not a ndarray"),
         (Sharded([Shard(WHOLE[:3], (6, 4), (0, 0)), Shard(WHOLE[2:], (6, 4), (2, 0))]), "overlap"),
         (Sharded([Shard(WHOLE, (6, 4), (0, 0)), Shard(WHOLE[:, :1], (6, 4), (0, 3))]), "overlap"),
         (Sharded([Shard(np.zeros(()), (), ())] * 2), "overlap"),

@@ -51,7 +51,7 @@ class Asked:
 
 
 def others() -> set[asyncio.Task[Any]]:
-    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+    return asyncio.all_tasks() - {asyncio.current_task()}
 
 
 async def test_a_listing_tells_what_a_look_at_each_object_tells(chfs: Any, store: ChfsStore) -> None:

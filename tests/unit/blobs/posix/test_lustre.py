@@ -34,7 +34,9 @@ def lustre(attributes: Attributes) -> System:
 
 async def opened(root: Path, attributes: Attributes, *, read_only: bool = False, **settings: object) -> PosixStore:
     kind = kind_on("lustre", lustre(attributes))
-    return await kind.open(kind.config(name="lustre", path=root, **settings), read_only=read_only)
+    store = await kind.open(kind.config(name="lustre", path=root, **settings), read_only=read_only)
+    assert isinstance(store, PosixStore)
+    return store
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ async def store(request: pytest.FixtureRequest, root: Path) -> AsyncIterator[Pos
     """By the kind that states it, and by the one that detects it."""
     kind = kind_on(request.param, system_of(NFS))
     store = await kind.open(kind.config(name="shared", path=root))
+    assert isinstance(store, PosixStore)
     yield store
     await store.close()
 

@@ -261,7 +261,8 @@ async def test_a_reader_that_comes_between_removal_and_lock_is_turned_away(
 ) -> None:
     async with opened(folder) as store:
         await store.put("step", [b"x"])
-        flock, retired = fcntl.flock, []
+        flock = fcntl.flock
+        retired: list[bool] = []
 
         def retired_first(fd: int, operation: int) -> None:
             if operation == fcntl.LOCK_SH and not retired:

@@ -73,6 +73,7 @@ async def test_a_commit_that_is_cancelled_keeps_its_packs_until_it_has_ended(
         await asyncio.sleep(0.2)
         kept = [*(tmp_path / "disk").glob("packs/*/*.pack")]
         hold.release()
+        answer: object
         while not isinstance(answer := await trainer.read(messages.FromAgent), messages.Response) or answer.number != 4:
             pass
         trainer.send(messages.Goodbye(False))
@@ -109,6 +110,7 @@ async def test_what_a_trainer_that_ends_without_a_goodbye_has_taken_is_free_agai
         trainer.send(messages.Request(2, messages.Pin(step, "disk")))
         trainer.send(messages.Request(3, messages.Lend("disk")))
         failures: dict[int, object] = {}
+        answer: object
         while failures.keys() != {1, 2, 3}:
             if isinstance(answer := await trainer.read(messages.FromAgent), messages.Response):
                 failures[answer.number] = answer.failure and answer.failure.error()

@@ -26,8 +26,8 @@ NAME = "hf"
 
 
 def record(step: int, serial: int | None = None) -> Record:
-    about = {"export": NAME, "format": "safetensors", "store": "0" * 32, "saved_at": 0.0, "nbytes": 1}
-    return Record(step=step, serial=serial or step, metrics={}, **about)  # type: ignore[arg-type]
+    about: dict[str, Any] = {"export": NAME, "format": "safetensors", "store": "0" * 32, "saved_at": 0.0, "nbytes": 1}
+    return Record(step=step, serial=serial or step, metrics={}, **about)
 
 
 class Early(Promotion):

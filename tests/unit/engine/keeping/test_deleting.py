@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -250,15 +250,15 @@ async def test_copies_in_the_ram_of_other_nodes_do_not_bring_a_deleted_step_back
         await ranks.replicated(1)
         await ranks[0].delete(1, force=True)
 
-        def kept(store: CheckpointStore) -> list[Any]:
+        def is_gone(store: CheckpointStore) -> bool:
             ranked = store._life.engine.mode.ranked
             assert ranked is not None
             assert ranked.replicas is not None
-            return [step for tier in ranked.replicas.kept.values() for step in tier.steps.parts]
+            return not any(tier.steps.parts for tier in ranked.replicas.kept.values())
 
         for store in ranks.stores:
             changed = store._life.engine.state.changed
-            await store._life.loop.call(changed.until(lambda store=store: not kept(store)))
+            await store._life.loop.call(changed.until(partial(is_gone, store)))
     async with both.open() as ranks:
         assert await ranks.all(lambda store, rank: store.all_steps()) == [(), ()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -131,7 +132,8 @@ def _state(draw: st.DrawFn, *, with_ram: bool = False) -> State:
     state = State(config=settings, tiers=tiers, events=events, pool=None, scratch=None, read_only=False)
     for tier in tiers:
         survives = [Survives.NOTHING, Survives.PROCESS] if tier.config.kind == "ram" else [*Survives]
-        tier.blobs = _Store(draw(st.sampled_from(survives)))
+        blobs: Any = _Store(draw(st.sampled_from(survives)))
+        tier.blobs = blobs
         tier.health.error = draw(st.sampled_from([None, None, TierUnavailable("silent")]))
         for serial in draw(st.sets(st.integers(1, 5))):
             tier.steps.held[StepId(serial, serial)] = Held(None, "")
@@ -173,7 +175,7 @@ def test_a_trainer_and_its_agent_never_rely_on_what_the_other_lets_go(data: st.D
     state = _state(data.draw, with_ram=True)
     before = {survives: _best(state, survives) for survives in Survives}
     known = {tier.name: dict(tier.steps.held) for tier in state.tiers}
-    left: dict[str, dict[StepId, Held]] = {}
+    left: dict[str, Any] = {}
     for state.membership.role in (Role.TRAINER, Role.AGENT):
         mine = [tier for tier in state.tiers if state.manages(tier)]
         holding = [(step, tier) for tier in mine for step in tier.steps.held if tier.answers]

@@ -37,8 +37,8 @@ async def test_pieces_that_are_not_all_of_an_array_are_refused_before_anything_i
 
 async def test_no_pack_of_a_tier_is_collected_while_a_save_streams_there(store: CheckpointStore) -> None:
     disk, held = tier_of(store, "disk"), []
-    written = disk.packs.add
-    disk.packs.add = lambda packs: (held.append(disk.packs.guard.locked()), written(packs))[1]
+    add = disk.packs.add
+    disk.packs.add = lambda written: (held.append(disk.packs.guard.locked()), add(written))[1]
     await store.save(1, tree(1))  # larger than the slab
     assert held
     assert all(held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,10 @@ GATEWAY = Place(location="s3://bucket/run at http://gateway:9000", seen=True)
 ELSEWHERE = Place(location="s3://bucket/run2", seen=True)
 
 
-def ram(store: str, *places: Place, **fields: object) -> FoundRam:
+def ram(store: str, *places: Place, **fields: Any) -> FoundRam:
     """RAM with one step, and a note of these places."""
     owner = Owner(places=places, used_at=float(fields.pop("used_at", 0.0)), ranks=int(fields.pop("ranks", 1)))
-    given: dict[str, object] = {
+    given: dict[str, Any] = {
         "folder": f"/dev/shm/{store}",
         "marker": StoreMarker(store=store),
         "rank": None,

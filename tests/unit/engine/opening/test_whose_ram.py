@@ -21,7 +21,7 @@ from support.limits import descriptors_left, limit
 from support.object_stores import Place as Bucket
 from support.scenes import CHUNK, Heard, assert_restored, assert_same, config, crash, folder, ram, ram_in, tree
 
-from tieredckpt import CheckpointStore
+from tieredckpt import CheckpointStore, Restored
 from tieredckpt.blobs.ram import find
 from tieredckpt.blobs.ram.find import find_ram
 from tieredckpt.blobs.ram.folder import is_store_folder
@@ -416,7 +416,7 @@ async def test_a_uuid_is_made_up_only_if_no_rank_has_ram(place: Place) -> None:
             tiers = {"ram": near, "disk": folder(place.base / "file" / "p")}
             stores.append(CheckpointStore.open(config(tiers), ranks=communicator))
         await asyncio.gather(*stores)
-        found = [None, None]
+        found: list[Restored | None] = [None, None]
         if step is not None:
             saved = await asyncio.gather(*(store.save(step, state(step)) for store in stores))
             await asyncio.gather(*(ckpt.reached("ram") for ckpt in saved))
@@ -559,10 +559,11 @@ async def test_ranks_note_that_a_tier_had_the_store_though_rank_0_alone_has_mark
     stores = await asyncio.gather(*(CheckpointStore.open(settings, ranks=each) for each in world.communicators()))
     saved = await asyncio.gather(*(store.save(1, tree(1)) for store in stores))
     await asyncio.gather(*(checkpoint.reached("disk") for checkpoint in saved))
-    for store in stores:
-        await asyncio.to_thread(
-            eventually, lambda store=store: all(each.seen for each in places_noted(store)), "both are noted as marked"
-        )
+    await asyncio.to_thread(
+        eventually,
+        lambda: all(each.seen for store in stores for each in places_noted(store)),
+        "both are noted as marked",
+    )
     await asyncio.gather(*map(crash, stores))
     shutil.rmtree(tmp_path / "disk")
     for key in await s3_place.bucket.list():

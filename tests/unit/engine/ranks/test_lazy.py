@@ -76,7 +76,8 @@ async def test_digests_find_a_change_of_an_array_that_the_ranks_divide_among_the
     async with cohort(SIZE, shared_memory, tmp_path / "disk", **settings) as ranks:
         trees = [tree(1, rank) for rank in range(SIZE)]
         for step in (1, 2):
-            checkpoints = await ranks.all(lambda store, rank, step=step: store.save(step, trees[rank], capture="lazy"))
+            saves = (store.save(step, own, capture="lazy") for store, own in zip(ranks.stores, trees, strict=True))
+            checkpoints = await asyncio.gather(*saves)
             if step == 2:
                 for each in trees:
                     each["same"]["w1"][:, 256] += 1  # neither at its beginning nor at its end

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -200,7 +201,7 @@ async def test_a_save_refers_to_no_lost_chunk_of_which_there_are_copies_in_two_e
             await store.promote(step, "far")
     async with CheckpointStore.open(config(tiers)) as store:
         packs = tier_of(store, "disk").packs
-        chunks = [(await index_of(store, "disk", step))["w"].chunks[0] for step in (1, 2)]
+        chunks: list[Any] = [(await index_of(store, "disk", step))["w"].chunks[0] for step in (1, 2)]
         packs.index[chunks[0].digest] = chunks[first].where
         packs.duplicates[chunks[0].digest] = [chunks[not first].where]
         for name, step in (("disk", 1), ("disk", 2), ("far", 2)):

@@ -159,7 +159,8 @@ async def test_chunks_in_the_index_are_not_counted_as_outside_of_the_bound(tmp_p
 async def test_what_was_rounded_wrongly_once_is_rounded_again(
     tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, flipped = deriving._round, []
+    real = deriving._round
+    flipped: list[Any] = []
 
     def fails_once(memory: Any, dtype: Any, bound: Any) -> Any:
         found = real(memory, dtype, bound)

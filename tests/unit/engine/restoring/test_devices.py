@@ -107,7 +107,7 @@ def test_new_memory_belongs_to_the_stream_on_which_the_caller_works(tiers: Store
             order.append("a copy")
             transfer(nbytes)
 
-        device.transfer = copied  # type: ignore[method-assign]
+        device.transfer = copied
         restored = store.restore(like={"w": example})
         assert restored is not None
         assert restored.tree["w"].stream is device.current

@@ -36,7 +36,7 @@ async def run(restoring: asyncio.Task[Any], device: FakeDevice, cancelled_after:
         await asyncio.sleep(0)
     if cancelled_after is not None:
         restoring.cancel()
-    (outcome,) = await asyncio.gather(restoring, return_exceptions=True)
+    outcome = (await asyncio.gather(restoring, return_exceptions=True))[0]
     if isinstance(outcome, asyncio.CancelledError):
         return "cancelled"
     if isinstance(outcome, DeviceUnavailable):

@@ -45,7 +45,7 @@ def other_values(value: Any) -> Any:
         case list() | tuple():
             return type(value)(map(other_values, value))
         case str() | bytes():
-            return value + value[:1]
+            return value + value[:1]  # type: ignore[operator]  # both of one type
         case _:
             return value
 

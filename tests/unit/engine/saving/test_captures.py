@@ -107,7 +107,8 @@ def test_what_lies_in_that_memory_already_is_copied_too(memory: copies.Memory) -
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     for place in (None, sharding):
         array = jax.device_put(jnp.arange(1000.0), place)
-        (leaf,) = copies.copies([jax_leaves.as_array_leaf("k", array)], memory)
+        whole: Any = jax_leaves.as_array_leaf("k", array)
+        (leaf,) = copies.copies([whole], memory)
         assert isinstance(leaf.source, jax.Array)
         assert leaf.source.unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
         offloaded = place is not None or memory == "pinned_host"

@@ -122,7 +122,7 @@ def test_a_compiled_step_waits_for_the_copy(tiers: StoreConfig, held_back: threa
     torch = pytest.importorskip("torch")
     parameter, optimizer = about_to_step()
 
-    @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
+    @torch.compile(backend="eager")
     def step() -> None:
         optimizer.step()
 

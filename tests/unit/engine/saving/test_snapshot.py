@@ -41,9 +41,9 @@ def test_a_cell_is_the_bytes_that_zarr_has_of_it(leaf: Any, inline_max: int) -> 
         assert cell.copy_to(memory) == digest(memory)
         found[cell.ordinal] = memory.tobytes()
     assert len(found) == grid.size
-    for ordinal, cell in enumerate(cells(grid)):
+    for ordinal, place in enumerate(cells(grid)):
         expected = np.zeros(grid.cell_nbytes, np.uint8).view(leaf.dtype).reshape(grid.cell)
-        box: Box = cell_box(grid, cell.index)
+        box: Box = cell_box(grid, place.index)
         expected[tuple(map(slice, box.shape))] = leaf.source[box.slices()]
         assert found[ordinal] == expected.tobytes()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -181,10 +182,14 @@ def test_a_reader_on_another_thread_finds_a_chunk_where_it_was_or_where_it_is(re
         found.add(known.get(digest))
         assert digest in known
 
+    def change_before(place: int, number: int) -> None:
+        if number == place:
+            change()
+
     fill(was)
     before_each_instruction(change, read)
     fill(was)
     for place in range(1, 1 + before_each_instruction(read, lambda _: None)):
         fill(was)
-        before_each_instruction(read, lambda number, place=place: change() if number == place else None)
+        before_each_instruction(read, partial(change_before, place))
     assert found == {was, now}

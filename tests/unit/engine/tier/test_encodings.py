@@ -240,7 +240,8 @@ async def test_a_step_vouches_for_no_copy_in_another_form_than_its_own(tmp_path:
     for path in {*tmp_path.glob("disk/packs/*/*.pack")} - packs:
         with path.open("r+b") as file:
             file.write(bytes(CHUNK))
-    shutil.rmtree(*tmp_path.glob("disk/steps/*2-*"))
+    (step,) = tmp_path.glob("disk/steps/*2-*")
+    shutil.rmtree(step)
     await saved(tmp_path, after, 3, soft())
     async with CheckpointStore.open(with_codec(tmp_path, after)) as store:
         assert all(not found.problem for found in await store.verify())
@@ -282,10 +283,10 @@ async def test_a_step_that_is_repaired_after_a_change_of_codec_stays_as_stock_re
     async with CheckpointStore.open(config(tiers)) as store:
         await store.promote(1, "far")
         await flip_chunk(store, "disk", 1, key, 1)
-        before = tier_of(store, "disk").packs.used
+        used = tier_of(store, "disk").packs.used
         (found,) = await store.verify(1, "disk", repair=True)
         assert found.repaired
-        assert tier_of(store, "disk").packs.used < before + 2 * CHUNK, "chunks that are intact were written anew"
+        assert tier_of(store, "disk").packs.used < used + 2 * CHUNK, "chunks that are intact were written anew"
         (found,) = await store.verify(1, "disk")
         assert not found.problem
         spec = await store.spec(1, key, tier="disk")

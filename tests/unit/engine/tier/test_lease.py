@@ -299,7 +299,8 @@ async def test_nothing_is_deleted_once_another_writer_has_been_there(
     """Also of what the collection under way found before the pause."""
     async with CheckpointStore.open(on_disk) as store:
         await (await store.save(1, tree(1))).reached("disk")
-        delete, paused = PosixStore.delete, []
+        delete = PosixStore.delete
+        paused: list[str] = []
         await (await store.save(2, tree(2))).reached("disk")
         packs = {path.name for path in (disk / "packs").rglob("*") if path.is_file()}
 

@@ -130,7 +130,8 @@ async def test_a_difference_is_logged_once_while_the_same_ranks_differ(
                 flip(trees[wrong]["layers"][step % 3])
             await ranks.reached(await save(ranks, step, trees, DECLARED), "ram")
         assert [len(heard.of(ReplicasDiffer)) for heard in ranks.heard] == [4] * 3
-    logged = [record.args[0] for record in caplog.records if "is not the same on" in record.getMessage()]
+    records: list[Any] = caplog.records
+    logged = [record.args[0] for record in records if "is not the same on" in record.getMessage()]
     assert [found.step for found in logged] == [0, 2, 4]
 
 

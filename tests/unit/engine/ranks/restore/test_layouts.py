@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ async def test_ranks_restore_what_other_ranks_with_other_cuts_saved(
         await old.reached(saved, "ram")
         for axis in (1, 0):
             like = {rank: {"cut": shards(rank, saving, axis, values=False)} for rank in range(saving)}
-            near = await old.all(lambda store, rank, like=like: store.restore(like=like[rank]))
+            near = await asyncio.gather(*(store.restore(like=like[rank]) for rank, store in enumerate(old.stores)))
             for rank, restored in enumerate(near):
                 assert restored is not None
                 assert "disk" not in restored.sources

@@ -336,7 +336,9 @@ async def test_what_one_rank_lets_go_for_room_is_in_the_ram_of_none(place: Place
         for step in (1, 2, 3):
             trees = [part(step, rank, 3) for rank in range(3)]
             trees[1]["large"] = np.random.default_rng(step).standard_normal(200_000)
-            saves = await ranks.all(lambda store, rank, step=step, trees=trees: store.save(step, trees[rank]))
+            saves = await asyncio.gather(
+                *(store.save(step, own) for store, own in zip(ranks.stores, trees, strict=True))
+            )
             await ranks.reached(saves, "disk")
         await ranks.reached(await ranks.save(4), "disk")  # with which rank 1 has said what has left
         await asyncio.gather(*(heard.first(StepEvicted, lambda event: event.step == 1) for heard in ranks.heard))
