@@ -109,6 +109,20 @@ def test_no_terminal_escape_of_a_lease_reaches_the_terminal(config: Path, tmp_pa
     assert_harmless(result)
 
 
+def test_no_terminal_escape_of_what_differs_reaches_the_terminal(config: Path) -> None:
+    with CheckpointStore.open(config).sync() as store:
+        store.restore(keys=["scalar"])
+        store.save(40, {"huge": 1, ESCAPES: [ESCAPES]})
+    for steps in ((20, 40), (40, 20)):
+        result = run("--verbose", "diff", config, *steps)
+        assert "only in OTHER" in result.output
+        assert_harmless(result)
+        told = run("--verbose", "diff", config, *steps, "--json")
+        assert_harmless(told)
+        assert json.loads(told.stdout)["differences"]
+    assert_harmless(run("--verbose", "diff", config, 20, 40, "--keys", ESCAPES + "*x"))
+
+
 def test_arrays_are_extracted_into_their_folder_whatever_their_keys_are(config: Path, tmp_path: Path) -> None:
     names: dict[str, Any] = {name: np.arange(3) for name in ("../../escape", "/abs", "a\nb", ".", "..", "~", "con\0")}
     with CheckpointStore.open(config).sync() as store:

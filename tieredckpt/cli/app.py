@@ -19,6 +19,7 @@ from tieredckpt.cli.bench_sweep import bench_sweep
 from tieredckpt.cli.console import errors, output, printable
 from tieredckpt.cli.copy import copy
 from tieredckpt.cli.demo import demo
+from tieredckpt.cli.diff import diff
 from tieredckpt.cli.doctor import doctor
 from tieredckpt.cli.ending import ended_in_order
 from tieredckpt.cli.interchange import export, import_
@@ -109,6 +110,7 @@ for _verb in (
     demo,
     ls,
     show,
+    diff,
     verify,
     restore,
     promote,

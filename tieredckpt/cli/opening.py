@@ -28,6 +28,7 @@ __all__ = [
     "Keys",
     "Lossy",
     "MaybeStore",
+    "OtherStep",
     "Step",
     "StorePath",
     "ThisStep",
@@ -55,6 +56,7 @@ def _step(text: str) -> int:
 
 
 ThisStep = Annotated[int, typer.Argument(metavar="STEP", parser=_step, show_default=False)]
+OtherStep = Annotated[int, typer.Argument(metavar="OTHER", parser=_step, show_default=False)]
 Step = Annotated[
     int | None,
     typer.Argument(metavar="STEP", help="The newest if left out.", parser=_step, show_default=False),

@@ -18,7 +18,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.derivation import Derivation, Rounded
 from tieredckpt.units import format_size
 
-__all__ = ["Serial", "shape_text", "show"]
+__all__ = ["Serial", "brief", "shape_text", "show"]
 
 Serial = Annotated[
     int | None,
@@ -54,7 +54,7 @@ def show(store: StorePath, step: Step = None, serial: Serial = None, as_json: Js
         rows += [(key, "left out", "") for key in how.dropped]
         print_table(f"lossy copy on {tier}", ("key", "rule", "largest error"), rows)
     if details.scalars:
-        rows = [(key, type(value).__name__, _brief(value)) for key, value in details.scalars.items()]
+        rows = [(key, type(value).__name__, brief(value)) for key, value in details.scalars.items()]
         print_table("scalars", ("key", "type", "value"), rows)
 
 
@@ -111,7 +111,8 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _brief(value: object) -> str:
+def brief(value: object) -> str:
+    """The ``repr`` of a scalar, cut off where it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits

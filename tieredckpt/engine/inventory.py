@@ -35,6 +35,7 @@ __all__ = [
     "StepDetails",
     "StepInfo",
     "TierInfo",
+    "scalar_of",
 ]
 
 Scalar = int | float | complex | bool | str | bytes | None
@@ -188,7 +189,7 @@ class Inventory:
             provenance=record.provenance,
             policy=redacted(record.policy),
             arrays=tuple(_array(node, blocks) for node, blocks in arrays),
-            scalars={key: _scalar(node) for key, node in leaves if not isinstance(node, ArrayNode)},
+            scalars={key: scalar_of(node) for key, node in leaves if not isinstance(node, ArrayNode)},
             distinct_nbytes=_distinct_nbytes(block for _, blocks in arrays for block in blocks),
         )
 
@@ -256,7 +257,8 @@ def _array(node: ArrayNode, blocks: Sequence[ArrayIndex]) -> ArrayInfo:
     return ArrayInfo(node.key, node.dtype, node.shape, nbytes, chunks, node.kind)
 
 
-def _scalar(node: Node) -> Scalar:
+def scalar_of(node: Node) -> Scalar:
+    """The value of a leaf that is no array; of an object, its kind and content as text."""
     assert not isinstance(node, (*CONTAINERS, ArrayNode))
     if isinstance(node, ObjectNode):
         return f"{node.of}({msgspec.json.encode(node.value).decode()})"
