@@ -22,7 +22,7 @@ from tieredckpt.engine.agent.client import AgentClient
 from tieredckpt.engine.agent.messages import FromAgent, Response
 from tieredckpt.engine.agent.wire import Wire
 from tieredckpt.engine.mode.beside_agent import BesideAgent
-from tieredckpt.engine.restoring.source import StepSource, pinned
+from tieredckpt.engine.restoring.source import StepSource, being_read
 from tieredckpt.errors import Conflict, NoSpace
 from tieredckpt.events import TierRecovered
 
@@ -125,7 +125,7 @@ async def test_a_read_that_is_cancelled_before_the_agent_has_answered_keeps_no_s
             hear(mode.link, answers.pop(), mode.link._wire)
 
         async def read() -> None:
-            async with pinned(tier_of(store, "disk"), store._life.engine.state.find(1)):
+            async with being_read(tier_of(store, "disk"), store._life.engine.state.find(1)):
                 raise AssertionError("it is cancelled before")
 
         await store._life.loop.call(read_and_be_cancelled())

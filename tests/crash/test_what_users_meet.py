@@ -268,7 +268,7 @@ async def test_memory_and_descriptors_do_not_grow_with_saves(shared_memory: Path
         assert len(state.records()) <= 5  # what the slab has room for
         for tier in state.tiers:
             for remembered in (
-                tier.steps.pins,
+                tier.steps.readers,
                 tier.packs.orphans,
                 tier.steps.tombstones,
                 tier.steps.indeterminate,
@@ -470,7 +470,7 @@ async def test_a_restore_that_ran_out_of_memory_once_can_be_repeated(
                 patch.setattr(owner, name, _raises(MemoryError("out of memory")).__func__)
                 with pytest.raises(MemoryError):
                     await store.restore(into=target)
-            assert not tier_of(store, nearest).steps.pins
+            assert not tier_of(store, nearest).steps.readers
             assert_restored(await store.restore(into=target), tree(1))
         assert store._life.engine.state.scratch.slab.used == 0
         await (await store.save(2, tree(2))).reached("disk")

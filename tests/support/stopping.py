@@ -153,7 +153,7 @@ class Scene:
             state = self.store._life.engine.state
             assert slab_of(self.store).used == await bytes_of_listed_steps(self.store)
             assert state.scratch.slab.used == 0
-            assert not any(tier.steps.pins for tier in state.tiers)
+            assert not any(tier.steps.readers for tier in state.tiers)
 
 
 @asynccontextmanager

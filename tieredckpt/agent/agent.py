@@ -261,7 +261,7 @@ class Agent:
             if ram.ram is not None and note is not None and ram.ram.store.is_of(note):
                 await scan_tier(ram)  # the slab of an ended process is still mapped here
             else:
-                while ram.steps.pins:  # steps that are read stay where they are
+                while ram.steps.readers:  # steps that are read stay where they are
                     await state.changed.wait(_LOOK_AGAIN)
                 await ram.disconnect()
                 await connect_tier(state, ram)

@@ -49,7 +49,7 @@ class Service:
         self._engine, self._state, self._wire = engine, engine.state, wire
         self._deltas = [tier_deltas(self._state, tier) for tier in self._state.every_tier if self._state.manages(tier)]
         self._work: dict[int, asyncio.Task[None]] = {}
-        self._pinned: Counter[tuple[str, StepId]] = Counter()
+        self._reads: Counter[tuple[str, StepId]] = Counter()
         self._lent = LentTiers(self._state, engine.collector)
 
     async def run(self, dead: tuple[Holder, ...]) -> messages.Goodbye:
@@ -90,8 +90,8 @@ class Service:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._lent.give_all_back()
-            for name, step in self._pinned.elements():
-                self._state.any_tier(name).steps.unpin(step)
+            for name, step in self._reads.elements():
+                self._state.any_tier(name).steps.end_read(step)
             self._state.changed.notify()
 
     # -- deltas -------------------------------------------------------------------------------------------
@@ -164,13 +164,13 @@ class Service:
                 await engine.background_repair.repair(
                     step, found, [(state.tier(tier), failure.error()) for tier, failure in unreadable]
                 )
-            case messages.Pin(step, tier):
-                state.any_tier(tier).steps.pin(step)
-                self._pinned[tier, step] += 1
-            case messages.Unpin(step, tier):
-                if self._pinned[tier, step]:
-                    self._pinned[tier, step] -= 1
-                    state.any_tier(tier).steps.unpin(step)
+            case messages.BeginRead(step, tier):
+                state.any_tier(tier).steps.begin_read(step)
+                self._reads[tier, step] += 1
+            case messages.EndRead(step, tier):
+                if self._reads[tier, step]:
+                    self._reads[tier, step] -= 1
+                    state.any_tier(tier).steps.end_read(step)
             case messages.MakeRoom():
                 return await self._lent.make_room(operation)
             case messages.Lend():

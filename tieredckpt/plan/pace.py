@@ -95,7 +95,7 @@ class _Rollout:
         while self.ways and (first := min(self.ways, key=lambda way: way.ends)).ends <= until:
             self.now = max(self.now, first.ends)
             self.ways.remove(first)
-            first.source.steps.pins.pop(first.step, None)
+            first.source.steps.readers.pop(first.step, None)
             first.tier.busy = False
             self.written[first.tier.name] += first.nbytes
             self.world.promoted(first.step, first.record, first.tier, first.tier.rung.write)
@@ -119,7 +119,7 @@ class _Rollout:
             nbytes = self.scenario.added(len(tier.steps.held))
             rate = min(tier.rung.write, math.inf if source.rung.ram else source.rung.read)
             tier.busy = True
-            source.steps.pins[step] = 1
+            source.steps.readers[step] = 1
             self.ways.append(_Way(tier, source, step, source.steps.held[step].record, self.now + nbytes / rate, nbytes))
             world.touched()
 

@@ -241,9 +241,9 @@ class _Run:
         source = self.world.source(step)
         assert source is not None
         begin = self.env.now
-        source.steps.pin(step)
+        source.steps.begin_read(step)
         yield from self.flows.move(self.scenario.state, [Lane(source.name, source.rung.read)])
-        _unpin(source, step)
+        _end_read(source, step)
         self.ledger.reads.setdefault(source.name, []).append(self.env.now - begin)
         self.world.restored(step, source)
         self._throw_back(step.step)
@@ -327,13 +327,13 @@ class _Run:
         limit = tier.config.rate_limit
         begin = self.env.now
         tier.busy = True
-        source.steps.pin(step)
+        source.steps.begin_read(step)
         world.touched()
         try:
             yield from self.flows.move(nbytes, lanes, limit * self.scenario.nodes if limit else float("inf"))
         finally:
             tier.busy = False
-            _unpin(source, step)
+            _end_read(source, step)
             world.touched()
         self.ledger.written[tier.name] += nbytes
         seconds = self.env.now - begin
@@ -341,7 +341,7 @@ class _Run:
         self._beat()
 
 
-def _unpin(tier: WorldTier, step: StepId) -> None:
-    """Unpin a step; a failure of the trainer may have removed the pin already."""
-    if step in tier.steps.pins:
-        tier.steps.unpin(step)
+def _end_read(tier: WorldTier, step: StepId) -> None:
+    """End a read, unless a failure of the trainer has ended it already."""
+    if step in tier.steps.readers:
+        tier.steps.end_read(step)

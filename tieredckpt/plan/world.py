@@ -194,8 +194,9 @@ class World(State):
 
     def waiting_helps(self, tier: WorldTier) -> bool:
         """Whether a step of the tier is being promoted to a working tier, or read."""
-        held = tier.steps.held
-        return bool(tier.steps.pins) or any(waits_for_promotion(self, step, tier, only_healthy=True) for step in held)
+        if tier.steps.readers:
+            return True
+        return any(waits_for_promotion(self, step, tier, only_healthy=True) for step in tier.steps.held)
 
     def apply_retention(self, tier: WorldTier) -> None:
         """Evict steps that are not retained, on a tier without a capacity; other tiers wait until they need room."""
@@ -269,7 +270,7 @@ class World(State):
             stalled_seconds=before.stalled_seconds + ended.stalled_seconds,
         )
         for tier in self._all_rungs():
-            tier.steps.pins.clear()
+            tier.steps.readers.clear()
             tier.busy = False
             if tier.survives < KINDS[kind]:
                 whole = self.scenario.copied_after(tier.rung) if kind == "node" else None

@@ -29,7 +29,7 @@ from support.scenes import (
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.keeping.safety import why_kept
-from tieredckpt.engine.restoring.source import pinned
+from tieredckpt.engine.restoring.source import being_read
 from tieredckpt.engine.saving.copy_to_slab import _waiting_helps
 from tieredckpt.engine.state.promotions import promoting
 from tieredckpt.engine.tier.tier import Tier
@@ -404,7 +404,7 @@ async def test_a_deletion_that_is_refused_leaves_the_lossy_copy(tmp_path: Path, 
     async with CheckpointStore.open(lossy_config(tmp_path, shared_memory)) as store:
         await save_steps(store, 1, 2)
         state = store._life.open_engine.state
-        async with pinned(state.tier("ram"), state.find(1)):
+        async with being_read(state.tier("ram"), state.find(1)):
             with pytest.raises(Conflict, match="is being read"):
                 await store.delete(1)
         assert [info.lossy for info in await store.steps()] == [("archive",), ("archive",)]
@@ -417,7 +417,7 @@ async def test_no_save_waits_for_what_a_lossy_tier_reads_that_does_not_answer(
         await save_steps(store, 1)
         state = store._life.open_engine.state
         first, (archive,) = state.tier("ram"), state.derived
-        async with pinned(first, state.find(1)):
+        async with being_read(first, state.find(1)):
             assert _waiting_helps(state, first)
             with promoting(state, archive):
                 monkeypatch.setattr(Tier, "responsive", property(lambda tier: tier is not archive))

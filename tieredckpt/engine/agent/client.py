@@ -83,7 +83,7 @@ class AgentClient:
     async def open(self) -> None:
         """Connect to an agent, or start one. Raises `Conflict` or `Invalid` if the agent cannot be this store's."""
         for tier in self._slower():
-            tier.remote.pin = partial(self._pinned, tier)
+            tier.remote.being_read = partial(self._being_read, tier)
         ram = self._state.tiers[0]
         if ram.blobs is not None:
             await self._listen()
@@ -374,26 +374,26 @@ class AgentClient:
         await self.ask(messages.Repair(step, tuple(bad), tuple(silent)))
 
     @asynccontextmanager
-    async def _pinned(self, tier: Tier, step: StepId) -> AsyncIterator[None]:
+    async def _being_read(self, tier: Tier, step: StepId) -> AsyncIterator[None]:
         """Keep the agent from evicting a step that is read here; without an agent, no step is evicted."""
         wire = self._wire
         if wire is None:
             yield
             return
 
-        async def pin() -> None:
+        async def begin() -> None:
             if wire is self._wire:  # and no other agent, which nobody would tell to let the step go
-                await self._ask(wire, messages.Pin(step, tier.name), None)
+                await self._ask(wire, messages.BeginRead(step, tier.name), None)
 
-        def unpin(pinned: asyncio.Future[None]) -> None:
-            if not pinned.cancelled() and pinned.exception() is None and wire is self._wire:
+        def end(begun: asyncio.Future[None]) -> None:
+            if not begun.cancelled() and begun.exception() is None and wire is self._wire:
                 self._number += 1
-                wire.send(messages.Request(self._number, messages.Unpin(step, tier.name)))
+                wire.send(messages.Request(self._number, messages.EndRead(step, tier.name)))
 
-        pinning = asyncio.ensure_future(pin())
+        beginning = asyncio.ensure_future(begin())
         try:
             with suppress(TierUnavailable, Parted):
-                await shielded(pinning)
+                await shielded(beginning)
             yield
         finally:
-            pinning.add_done_callback(unpin)  # also where a cancelled reader has not waited for the answer
+            beginning.add_done_callback(end)  # also where a cancelled reader has not waited for the answer

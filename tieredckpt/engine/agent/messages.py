@@ -13,9 +13,11 @@ from tieredckpt.format.marker import StoreMarker
 
 __all__ = [
     "BadChunk",
+    "BeginRead",
     "Cancel",
     "Collect",
     "Commit",
+    "EndRead",
     "Evict",
     "Find",
     "Flush",
@@ -32,7 +34,6 @@ __all__ = [
     "MakeRoom",
     "OnTier",
     "Operation",
-    "Pin",
     "Progress",
     "Promote",
     "Reach",
@@ -42,7 +43,6 @@ __all__ = [
     "Request",
     "Response",
     "Scrub",
-    "Unpin",
     "Verify",
 ]
 
@@ -132,14 +132,14 @@ class Repair(_Frame, frozen=True):
     """Tiers whose index of the step could not be read, and why."""
 
 
-class Pin(_Frame, frozen=True):
+class BeginRead(_Frame, frozen=True):
     """Keep a step on a tier while the trainer reads it there."""
 
     step: StepId
     tier: str
 
 
-class Unpin(_Frame, frozen=True):
+class EndRead(_Frame, frozen=True):
     step: StepId
     tier: str
 
@@ -192,8 +192,8 @@ Operation = (
     | Reach
     | GiveWay
     | Repair
-    | Pin
-    | Unpin
+    | BeginRead
+    | EndRead
     | MakeRoom
     | Lend
     | Find

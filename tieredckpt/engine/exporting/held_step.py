@@ -56,7 +56,7 @@ class StepLeft(NotFound):
 
 
 class Reading:
-    """Reads a step that is pinned on the tier that it is read from. Lives on the engine's loop.
+    """Reads a step that stays meanwhile on the tier that it is read from. Lives on the engine's loop.
 
     A save that needs the memory of a step in RAM gets it: the rest is read from the next tier that has the step.
     """
@@ -65,7 +65,7 @@ class Reading:
         self._state, self.step, self._repair = state, step, repair
         self._turn = asyncio.Lock()
         """Held while the step is read, and while its tier is released."""
-        self._pinned = AsyncExitStack()
+        self._reading = AsyncExitStack()
         self._source: StepSource | None = None
         self._not_from_ram = False
         self._ended = False
@@ -102,7 +102,7 @@ class Reading:
             if self._not_from_ram and only is None:
                 raise StepLeft(f"{self.step} was let go for a newer save before it was exported")
             source = StepSource.open(self._state, self.step, only=only)
-            self._source = await self._pinned.enter_async_context(source)
+            self._source = await self._reading.enter_async_context(source)
         return self._source
 
     def _other_than_ram(self) -> Any:
@@ -131,8 +131,8 @@ class Reading:
 
     async def _release_now(self) -> None:
         self._source = None
-        await self._pinned.aclose()
-        self._pinned = AsyncExitStack()
+        await self._reading.aclose()
+        self._reading = AsyncExitStack()
 
 
 class _Target(NamedTuple):

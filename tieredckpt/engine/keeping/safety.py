@@ -42,7 +42,7 @@ def why_kept(state: State, step: StepId, tier: Tier) -> str:
     may itself go where any good step of the branch is as safe. For an agent RAM never counts, though it survives as
     much as some tiers do: the trainer lets a step leave it at any time, for the agent's tiers have it.
     """
-    if tier.steps.pins.get(step):
+    if tier.steps.readers.get(step):
         return f"{step} is being read from tier {tier.name!r}; try again when that has ended"
     if tier.outdated:
         return f"what tier {tier.name!r} holds is not known before it is read again; try again when it works"
@@ -103,7 +103,7 @@ def check_deletable(state: State, steps: Collection[StepId]) -> None:
 def check_unread(steps: Collection[StepId], tier: Tier) -> None:
     """Raise `Conflict` where a restore, a promotion or a verification reads one of the steps on the tier."""
     for step in steps:
-        if tier.steps.pins.get(step):
+        if tier.steps.readers.get(step):
             raise Conflict(
                 f"cannot delete: {step} is being read from tier {tier.name!r}; try again when that has ended"
             )

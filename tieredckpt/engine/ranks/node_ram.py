@@ -14,7 +14,7 @@ from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.concurrency import in_thread
 from tieredckpt.engine.opening.ram import ram_folder
 from tieredckpt.engine.opening.scan import scan_tier
-from tieredckpt.engine.restoring.source import pinned
+from tieredckpt.engine.restoring.source import being_read
 from tieredckpt.engine.state.state import Near, State
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
@@ -64,7 +64,7 @@ async def look_into(state: State, folder: Path) -> Tier | None:
 
 @asynccontextmanager
 async def attached(state: State, step: StepId, known: Iterable[Tier] = ()) -> AsyncIterator[list[Tier]]:
-    """All RAM on this machine with a part of a step, pinned inside the block; the ``known`` tiers come first."""
+    """All RAM on this machine with a part of a step, which stays inside the block; the ``known`` tiers come first."""
     found = [tier for tier in known if tier.in_memory and tier.steps.has_own(step)]
     async with AsyncExitStack() as until_read:
         for folder in await in_thread(folders_of_ranks, state):
@@ -74,14 +74,14 @@ async def attached(state: State, step: StepId, known: Iterable[Tier] = ()) -> As
                 until_read.push_async_callback(tier.disconnect)
                 if step in tier.steps.held:
                     found.append(tier)
-        pins = AsyncExitStack()
-        await until_read.enter_async_context(pins)
-        pinned_ones = []
+        reads = AsyncExitStack()
+        await until_read.enter_async_context(reads)
+        staying = []
         for tier in found:
             with suppress(TieredCkptError):  # it has just left
-                await pins.enter_async_context(pinned(tier, step))
-                pinned_ones.append(tier)
-        yield pinned_ones
+                await reads.enter_async_context(being_read(tier, step))
+                staying.append(tier)
+        yield staying
 
 
 @asynccontextmanager

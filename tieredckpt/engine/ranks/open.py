@@ -259,7 +259,7 @@ class Opening:
     async def _discard_unused(self, kept: set[StepId]) -> None:
         """Release the RAM folders of former ranks that hold none of the ``kept`` steps."""
         for tier in tuple(self.leftovers):
-            if tier in self.leftovers and not kept & tier.steps.held.keys() and not tier.steps.pins:
+            if tier in self.leftovers and not kept & tier.steps.held.keys() and not tier.steps.readers:
                 self.leftovers.remove(tier)
                 folder = Path(tier.store.location)
                 await tier.disconnect()

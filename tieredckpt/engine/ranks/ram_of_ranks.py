@@ -153,12 +153,12 @@ class RamOfRanks:
     async def _near(self, step: StepId) -> AsyncIterator[Near]:
         """See `MergedRam.near`; this process does not evict the step meanwhile."""
         steps = self._state.tiers[0].steps
-        steps.pin(step)
+        steps.begin_read(step)
         try:
             async with near(self._state, step) as found:
                 yield found
         finally:
-            steps.unpin(step)
+            steps.end_read(step)
             self._state.changed.notify()
 
     # -- giving it back -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tieredckpt.concurrency import in_thread, side_by_side, together
 from tieredckpt.engine import limits
 from tieredckpt.engine.restoring.inlet import Inlet, landing_together
 from tieredckpt.engine.restoring.pieces import NOTHING, Piece, Target, deliver, pieces_of, put_small
-from tieredckpt.engine.restoring.source import StepSource, pinned, report_silent
+from tieredckpt.engine.restoring.source import StepSource, being_read, report_silent
 from tieredckpt.engine.restoring.targets import check_targets
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.ram import Ram
@@ -133,7 +133,7 @@ async def _from_other_tiers(
             continue
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(pinned(tier, source.step))
+                await stack.enter_async_context(being_read(tier, source.step))
             except (NotFound, TierUnavailable) as error:  # it left, or does not answer: the next tier may have it
                 source.unreadable.append((tier, error))
                 report_silent(state, tier, error)

@@ -25,7 +25,7 @@ from tieredckpt.format import layout
 from tieredckpt.format.manifest import Chunk, StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
-__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "ask_again", "pinned", "report_silent"]
+__all__ = ["ChosenStep", "Damage", "SilentSource", "StepSource", "ask_again", "being_read", "report_silent"]
 
 _log = logging.getLogger("tieredckpt")
 
@@ -58,23 +58,23 @@ class ChosenStep(MergedRam):
 
 
 @asynccontextmanager
-async def pinned(tier: Tier, step: StepId) -> AsyncIterator[None]:
+async def being_read(tier: Tier, step: StepId) -> AsyncIterator[None]:
     """Keep a step on a tier while it is read from there, by this process or beside another."""
-    if tier.remote.pin is not None:
-        async with tier.remote.pin(step):
+    if tier.remote.being_read is not None:
+        async with tier.remote.being_read(step):
             yield
         return
-    tier.steps.pin(step)
+    tier.steps.begin_read(step)
     try:
         with tier.chunks.kept(step.manifest_key):
             yield
     finally:
-        tier.steps.unpin(step)
+        tier.steps.end_read(step)
 
 
 @dataclass
 class StepSource:
-    """Reads one step from the tiers that hold it. Use `open`; the step is pinned on every tier it looks at."""
+    """Reads one step from the tiers that hold it. Use `open`; the step stays on every tier it looks at."""
 
     state: State
     step: StepId
@@ -138,13 +138,13 @@ class StepSource:
             unreadable: list[tuple[Tier, TieredCkptError]] = []
             asked = [only] if only is not None else state.holders(step)
             for tier in asked:
-                if step in tier.steps.leaving:  # no reader pins it any more
+                if step in tier.steps.leaving:  # no read of it begins any more
                     continue
                 if only is None and state.membership.size > 1 and not tier.shared:  # which has a part of it
                     continue
                 async with AsyncExitStack() as stack:
                     try:
-                        await stack.enter_async_context(pinned(tier, step))
+                        await stack.enter_async_context(being_read(tier, step))
                         index = await (step_index.load_anew if anew else step_index.load)(tier, step)
                     except (Corrupt, NotFound, TierUnavailable) as error:
                         _log.log(_level(state, error), "%s cannot be opened on tier %r: %s", step, tier.name, error)

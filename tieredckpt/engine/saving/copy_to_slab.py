@@ -158,7 +158,7 @@ def _waiting_helps(state: State, tier: Tier) -> bool:
     slower = (*state.tiers[tier.index + 1 :], *state.derived)
     stuck = sum(other.steps.promotions > 0 and not other.responsive for other in slower)
     # Each promotion reads a step, and those that are stuck do not end soon.
-    if tier.steps.parts or len(tier.steps.pins) > stuck:
+    if tier.steps.parts or len(tier.steps.readers) > stuck:
         return True
     return any(
         waits_for_promotion(state, step, tier, only_healthy=True)

@@ -95,7 +95,7 @@ class Packs:
         """Do nothing about a damaged chunk: it is forgotten when it is repaired."""
 
     def kept(self, manifest: str) -> AbstractContextManager[None]:
-        """Keep the chunks of the step of that manifest while it is read; nothing to do, for the step is pinned."""
+        """Keep the chunks of the step of that manifest while it is read; nothing to do, for the step stays."""
         return nullcontext()
 
     def add(self, written: WrittenPacks) -> None:

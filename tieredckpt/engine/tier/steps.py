@@ -163,7 +163,7 @@ class Steps:
     """Whether something between here and the store may pass a commit on after its sender has given it up."""
     deletions: dict[StepId, float] = field(default_factory=dict)
     """Steps with a deletion that failed and may come late, and since when (monotonic): none is committed anew here."""
-    pins: dict[StepId, int] = field(default_factory=dict)
+    readers: dict[StepId, int] = field(default_factory=dict)
     """How many readers each step has."""
     scanning: bool = False
     """Whether the tier is being scanned: it may hold steps that are not known yet."""
@@ -238,15 +238,15 @@ class Steps:
         """The lock for putting or deleting the step's manifest, so that two such calls have an order."""
         return self._turns.setdefault(step, asyncio.Lock())
 
-    def pin(self, step: StepId) -> None:
+    def begin_read(self, step: StepId) -> None:
         """Count one reader more of a step."""
-        self.pins[step] = self.pins.get(step, 0) + 1
+        self.readers[step] = self.readers.get(step, 0) + 1
 
-    def unpin(self, step: StepId) -> None:
+    def end_read(self, step: StepId) -> None:
         """Count one reader less of a step."""
-        self.pins[step] -= 1
-        if not self.pins[step]:
-            del self.pins[step]
+        self.readers[step] -= 1
+        if not self.readers[step]:
+            del self.readers[step]
 
     def set_apart(self) -> None:
         """Count the steps here as parts of one rank and none as held, until the parts of the other ranks are known."""

@@ -103,7 +103,7 @@ class Remote:
     """Bytes in use."""
     bandwidth: float | None = None
     """Bytes a second of its recent writes."""
-    pin: Callable[[StepId], AbstractAsyncContextManager[None]] | None = None
+    being_read: Callable[[StepId], AbstractAsyncContextManager[None]] | None = None
     """Keeps a step on the tier while it is read here."""
 
 

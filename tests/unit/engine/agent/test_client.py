@@ -47,19 +47,21 @@ class Agent:
                 waits.answer.set_result(encode(None))
 
     @property
-    def pins(self) -> int:
-        pins, unpins = (sum(isinstance(each, kind) for each in self.asked) for kind in (messages.Pin, messages.Unpin))
-        return pins - unpins
+    def reads(self) -> int:
+        begun, ended = (
+            sum(isinstance(each, kind) for each in self.asked) for kind in (messages.BeginRead, messages.EndRead)
+        )
+        return begun - ended
 
 
-async def test_an_agent_that_comes_while_a_read_begins_is_left_no_pin(state: State) -> None:
+async def test_an_agent_that_comes_while_a_read_begins_is_left_no_read(state: State) -> None:
     """It kept the step until the trainer ended."""
     client = AgentClient(state)
     first, second = Agent(client), Agent(client)
     client._wire = cast("Wire", first)
 
     async def read() -> None:
-        async with client._pinned(state.tiers[1], StepId(1, 1)):
+        async with client._being_read(state.tiers[1], StepId(1, 1)):
             pass
 
     reading = asyncio.create_task(read())
@@ -67,7 +69,7 @@ async def test_an_agent_that_comes_while_a_read_begins_is_left_no_pin(state: Sta
     client._tasks = [reading]
     await reading
     await asyncio.sleep(0.01)
-    assert (first.pins, second.pins) == (0, 0)
+    assert (first.reads, second.reads) == (0, 0)
 
 
 async def test_an_agent_whose_call_is_accepted_as_the_store_closes_is_not_left_waiting(

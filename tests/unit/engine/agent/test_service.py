@@ -107,7 +107,7 @@ async def test_what_a_trainer_that_ends_without_a_goodbye_has_taken_is_free_agai
         wire = await accepting
         running = asyncio.create_task(Service(engine, wire).run(()))
         trainer.send(messages.Request(1, messages.Commit("disk", b"", b"", "", {})))
-        trainer.send(messages.Request(2, messages.Pin(step, "disk")))
+        trainer.send(messages.Request(2, messages.BeginRead(step, "disk")))
         trainer.send(messages.Request(3, messages.Lend("disk")))
         failures: dict[int, object] = {}
         answer: object
@@ -116,12 +116,12 @@ async def test_what_a_trainer_that_ends_without_a_goodbye_has_taken_is_free_agai
                 failures[answer.number] = answer.failure and answer.failure.error()
         assert isinstance(failures.pop(1), Conflict), "it was not lent"
         assert failures == {2: None, 3: None}
-        assert disk.steps.pins == {step: 1}
+        assert disk.steps.readers == {step: 1}
         assert disk.packs.guard.locked()
         await trainer.close()
         with pytest.raises(Parted):
             await running
-        assert not disk.steps.pins
+        assert not disk.steps.readers
         assert not disk.packs.guard.locked()
         await wire.close()
         sock.close()

@@ -235,7 +235,7 @@ def test_nothing_is_read_for_an_export_that_has_ended(open_store: Open) -> None:
         await reading.close()
         with pytest.raises(Closed):
             await reading.fill({"params/b": np.empty(10, np.int64)})
-        assert not any(tier.steps.pins for tier in state.tiers)
+        assert not any(tier.steps.readers for tier in state.tiers)
 
     store._run(late())
 
@@ -247,17 +247,17 @@ def test_a_save_gets_the_memory_of_a_step_whose_reads_wait_for_the_save(open_sto
     async def read_beside_a_save() -> None:
         reading = Reading(state, step, lambda *_: None)
         await reading.index()
-        assert [bool(tier.steps.pins) for tier in state.tiers] == [True, False]
+        assert [bool(tier.steps.readers) for tier in state.tiers] == [True, False]
         with state.ram_gate.saving():
             wanted = [np.empty(10, np.int64) for _ in range(2)]
             reads = [asyncio.ensure_future(reading.fill({"params/b": array})) for array in wanted]
             await asyncio.sleep(0)  # both wait for the gate
             await asyncio.wait_for(reading.give_way(must=True), 60)
-            assert not state.tiers[0].steps.pins
+            assert not state.tiers[0].steps.readers
             assert not any(read.done() for read in reads)
         await asyncio.gather(*reads)
         assert all((array == wanted[0]).all() for array in wanted)
-        assert [bool(tier.steps.pins) for tier in state.tiers] == [False, True]
+        assert [bool(tier.steps.readers) for tier in state.tiers] == [False, True]
         await reading.close()
 
     store._run(read_beside_a_save())

@@ -139,14 +139,14 @@ async def test_a_number_is_deleted_with_every_save_of_it_on_the_branch(place: Pl
 
 async def test_a_step_that_is_being_read_is_neither_deleted_nor_evicted(place: Place) -> None:
     async with place.opened(1, 2) as store:
-        pins = tier_of(store, "ram").steps.pins
-        pins[store._life.engine.state.find(1)] = 1
+        readers = tier_of(store, "ram").steps.readers
+        readers[store._life.engine.state.find(1)] = 1
         with pytest.raises(Conflict, match="is being read from tier 'ram'"):
             await store.delete(1, force=True)
         with pytest.raises(Conflict, match=r"is being read from tier 'ram'; try again when that has ended$"):
             await store.evict(1, "ram")
         assert await store.where(1) == ("ram", "disk")
-        pins.clear()
+        readers.clear()
         await store.delete(1)
 
 

@@ -64,11 +64,11 @@ async def test_a_step_that_may_not_go_any_more_when_its_turn_comes_stays(shared_
                 evicting = asyncio.create_task(evictor.try_evict(scene.step, scene.tier))
                 while scene.step not in steps.leaving:
                     await asyncio.sleep(0)
-                steps.pin(scene.step)
+                steps.begin_read(scene.step)
             try:
                 return await evicting
             finally:
-                steps.unpin(scene.step)
+                steps.end_read(scene.step)
 
         assert not await scene.store._life.loop.call(overtaken())
         assert await scene.is_held()

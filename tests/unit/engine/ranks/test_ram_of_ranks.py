@@ -343,7 +343,7 @@ async def test_a_step_of_ranks_that_is_read_is_not_taken_out(place: RanksPlace) 
             go_on.set()
 
         reading = asyncio.ensure_future(store._life.loop.call(read()))
-        await polled(lambda: bool(state.tiers[0].steps.pins))
+        await polled(lambda: bool(state.tiers[0].steps.readers))
         await store.save(2, tree(2))
         with pytest.raises(Conflict, match="is being read"):
             await store.evict(1, "ram")

@@ -21,7 +21,7 @@ from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread, outlast
 from tieredckpt.engine.ranks.commit.parts import encode_written
 from tieredckpt.engine.ranks.communicator import Communicator
-from tieredckpt.engine.restoring.source import pinned
+from tieredckpt.engine.restoring.source import being_read
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import located, unique_extents
@@ -95,7 +95,7 @@ async def send_part(state: State, transfer: Transfer, tier: Tier, step: StepId, 
     """
     communicator = transfer.communicator
     try:
-        async with pinned(tier, step):
+        async with being_read(tier, step):
             index = await step_index.load(tier, step)
             if (ram := tier.ram) is None:
                 raise NotFound(f"tier {tier.name!r} went away, and {step} with it")

@@ -225,7 +225,7 @@ async def test_a_giver_that_dies_leaves_the_keeper_as_it_was(shared_memory: Path
         assert holder.used == 0
         dead.cancel()
         await asyncio.wait([dead])
-        assert not source.tier.steps.pins
+        assert not source.tier.steps.readers
 
 
 @pytest.mark.parametrize("verb", ["send", "recv", "recv_bulk"])
@@ -239,7 +239,7 @@ async def test_a_keeper_that_dies_lets_the_giver_go_on(shared_memory: Path, verb
         )
         with pytest.raises(RanksUnavailable):
             await send_part(source.state, Transfer(source.communicator, 1, 0.2), source.tier, step, 1, Pace(None))
-        assert not source.tier.steps.pins
+        assert not source.tier.steps.readers
         dead.cancel()
         await asyncio.wait([dead])
 
@@ -309,7 +309,7 @@ async def test_a_keeper_whose_ram_is_gone_says_so(shared_memory: Path) -> None:
         assert given.rank == 1
         assert isinstance(kept, TierUnavailable)
         assert "tier 'ram' has no RAM" in str(given)
-        assert not source.tier.steps.pins
+        assert not source.tier.steps.readers
 
 
 async def test_copies_keep_to_their_rate() -> None:

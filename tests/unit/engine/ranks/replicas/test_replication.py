@@ -169,7 +169,7 @@ async def test_a_copy_that_comes_after_its_step_was_deleted_does_not_stay(
         return [{step.step for tier in tiers for step in tier.steps.parts} for tiers in kept]
 
     async def unread(store: CheckpointStore) -> None:
-        while store._life.engine.state.tiers[0].steps.pins:
+        while store._life.engine.state.tiers[0].steps.readers:
             await asyncio.sleep(0.01)
 
     async def copied(store: CheckpointStore) -> None:
