@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.devices import EVERY_KIND, rig
 from support.lazy_saves import SIZE, full, values_of
-from support.scenes import SOON, Heard, config, new_shared_folder, ram
+from support.scenes import SOON, Heard, config, new_shared_folder, polled, ram
 
 from tieredckpt import CheckpointStore, Closed, DeviceUnavailable, Invalid
 from tieredckpt.config import StoreConfig
@@ -229,9 +229,11 @@ async def test_a_close_that_is_cancelled_during_a_lazy_copy_ends_it(
 ) -> None:
     store = await CheckpointStore.open(tiers)
     checkpoint = await store.save(1, {"w": full(1)}, capture="lazy")
+    pending = store._life.engine.pending
     closing = asyncio.ensure_future(store.close())
-    await asyncio.sleep(0.05)
+    await polled(lambda: pending._closing)
     closing.cancel()
+    await polled(lambda: all(task.cancelling() for task in pending.background))
     held_back.set()
     with pytest.raises(asyncio.CancelledError):
         await closing
