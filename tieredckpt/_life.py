@@ -1,4 +1,7 @@
-"""Opens and closes a store, from any event loop or none: the base of `CheckpointStore` and `SyncStore`."""
+"""A store from its opening to its close, and how calls reach its engine, from any event loop or none.
+
+The base of `CheckpointStore` and `SyncStore`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from tieredckpt import _opened as opened
+from tieredckpt._arguments import checked_patterns, checked_step
+from tieredckpt.checkpoint import Checkpoint, Restored
 from tieredckpt.config import StoreConfig
+from tieredckpt.devices.current import Current
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.loop import EngineLoop
 from tieredckpt.engine.ranks.communicator import Communicator
@@ -102,3 +108,18 @@ class StoreLife:
         """
         looked = self.change if repair else self.call
         return await looked(lambda engine: engine.mode.looking(lambda: work(engine), packs=packs))
+
+    async def save(self, caller: Current, step: int, *call: Any) -> Checkpoint:
+        """`CheckpointStore.save` for the ``caller``; may run on another thread than the caller's."""
+        step = checked_step(step)
+        loop, engine = self.loop, self.open_engine
+        return Checkpoint(step, engine, loop, *await engine.pending.save(loop, caller.streams, step, *call))
+
+    async def restore(self, caller: Current, step: Any, keys: Any, *how: Any) -> Restored | None:
+        """`CheckpointStore.restore` for the ``caller``; may run on another thread than the caller's."""
+        step = None if step is None else checked_step(step)
+        keys = None if keys is None else checked_patterns("keys", keys)
+        loop, engine = self.loop, self.open_engine
+        await engine.pending.confirm()  # it may change what is being copied
+        await loop.call(engine.pending.settled(step))  # or the newest step would be one before them
+        return await loop.call(engine.restorer.restore(loop, caller, step, keys, *how))

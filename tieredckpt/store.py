@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tieredckpt._arguments import checked_listener, checked_patterns, checked_step
-from tieredckpt.checkpoint import Checkpoint, Restored
-from tieredckpt.devices.current import Current, current
+from tieredckpt.devices.current import current
 
 if TYPE_CHECKING:  # what a store needs is imported when one is opened
     import os
     from types import TracebackType
 
     from tieredckpt._life import StoreLife
+    from tieredckpt.checkpoint import Checkpoint, Restored
     from tieredckpt.config import StoreConfig
     from tieredckpt.engine.exporting.export import ExportInfo
     from tieredckpt.engine.inventory import StepDetails, StepInfo, TierInfo
@@ -176,13 +176,7 @@ class CheckpointStore:
             Conflict: the step was saved before on this branch.
             NoSpace, TierUnavailable: no tier can take the tree.
         """
-        return await self._save(current(), step, tree, metrics, capture, overwrite, replicated)
-
-    async def _save(self, caller: Current, step: int, *call: Any) -> Checkpoint:
-        """`save` for the ``caller``; may run on another thread than the caller's."""
-        step = checked_step(step)
-        loop, engine = self._life.loop, self._life.open_engine
-        return Checkpoint(step, engine, loop, *await engine.pending.save(loop, caller.streams, step, *call))
+        return await self._life.save(current(), step, tree, metrics, capture, overwrite, replicated)
 
     async def prepare(self, tree: Any) -> None:
         """Allocate memory for saves of trees like ``tree`` in the background, so that the first save need not wait.
@@ -250,16 +244,7 @@ class CheckpointStore:
             Corrupt: an array is intact on no tier; it is named. Arrays given as ``into`` may have been changed.
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
-        return await self._restore(current(), step, keys, like, into, as_, cast, copy, resume, lossy)
-
-    async def _restore(self, caller: Current, step: Any, keys: Any, *how: Any) -> Restored | None:
-        """`restore` for the ``caller``; may run on another thread than the caller's."""
-        step = None if step is None else checked_step(step)
-        keys = None if keys is None else checked_patterns("keys", keys)
-        loop, engine = self._life.loop, self._life.open_engine
-        await engine.pending.confirm()  # it may change what is being copied
-        await loop.call(engine.pending.settled(step))  # or the newest step would be one before them
-        return await loop.call(engine.restorer.restore(loop, caller, step, keys, *how))
+        return await self._life.restore(current(), step, keys, like, into, as_, cast, copy, resume, lossy)
 
     # -- what there is ------------------------------------------------------------------------------------
 

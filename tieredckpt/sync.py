@@ -136,7 +136,7 @@ class SyncStore:
             NoSpace, TierUnavailable: no tier can take the tree.
         """
         store, caller = self._store, current()
-        saved = self._run(store._save(caller, step, tree, metrics, capture, overwrite, replicated))
+        saved = self._run(store._life.save(caller, step, tree, metrics, capture, overwrite, replicated))
         return SyncCheckpoint(saved, self._life.loop)
 
     def prepare(self, tree: Any) -> None:
@@ -206,7 +206,7 @@ class SyncStore:
             TierUnavailable: nothing was found, and a tier that may hold something does not answer.
         """
         store, caller = self._store, current()
-        found = self._run(store._restore(caller, step, keys, like, into, as_, cast, copy, resume, lossy))
+        found = self._run(store._life.restore(caller, step, keys, like, into, as_, cast, copy, resume, lossy))
         if found is None:
             return None
         loop = self._life.loop if found.views else None

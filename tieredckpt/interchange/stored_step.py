@@ -55,7 +55,7 @@ class StepCopy:
         """See `SyncStore.restore`. Nothing is resumed: the training's branch does not change."""
         how = (None, None, as_, False, True, False, self.lossy or False)
         with self._reading():
-            found = self.store._run(self.store._store._restore(current(), self.step, keys, *how))
+            found = self.store._run(self.store._life.restore(current(), self.step, keys, *how))
         assert found is not None
         return found
 
