@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         TierConfig,
     )
     from tieredckpt.engine.exporting.export import ExportInfo
-    from tieredckpt.engine.inventory import ArrayInfo, DamagedStep, Scalar, StepDetails, StepInfo, TierInfo
+    from tieredckpt.engine.inventory import ArrayInfo, DamagedStep, Pin, Scalar, StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
     from tieredckpt.engine.ranks.communicator import Communicator
     from tieredckpt.engine.repairing.verify import Verified
@@ -120,6 +120,7 @@ __all__ = [
     "NotFound",
     "Observed",
     "OriginIgnored",
+    "Pin",
     "PosixTier",
     "Preemption",
     "RamLeftAlone",
@@ -171,7 +172,7 @@ _HOMES = {
         "ChfsTier ExportConfig KvstoreTier LustreTier NfsTier PosixTier RamTier StoreConfig Striping TierConfig"
     ),
     "tieredckpt.engine.exporting.export": "ExportInfo",
-    "tieredckpt.engine.inventory": "ArrayInfo DamagedStep Scalar StepDetails StepInfo TierInfo",
+    "tieredckpt.engine.inventory": "ArrayInfo DamagedStep Pin Scalar StepDetails StepInfo TierInfo",
     "tieredckpt.engine.keeping.collector": "Collected",
     "tieredckpt.engine.ranks.communicator": "Communicator",
     "tieredckpt.engine.repairing.verify": "Verified",

@@ -11,13 +11,12 @@ from tieredckpt.devices.current import current
 
 if TYPE_CHECKING:  # what a store needs is imported when one is opened
     import os
-    from types import TracebackType
 
     from tieredckpt._life import StoreLife
     from tieredckpt.checkpoint import Checkpoint, Restored
     from tieredckpt.config import StoreConfig
     from tieredckpt.engine.exporting.export import ExportInfo
-    from tieredckpt.engine.inventory import StepDetails, StepInfo, TierInfo
+    from tieredckpt.engine.inventory import Pin, StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
     from tieredckpt.engine.ranks.communicator import Communicator
     from tieredckpt.engine.repairing.verify import Verified
@@ -103,9 +102,7 @@ class CheckpointStore:
         await self._life.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self._life.close(clean=kind is None)
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -345,6 +342,24 @@ class CheckpointStore:
         """
         await self._life.change(lambda engine: engine.admin.delete(checked_step(step), force=force))
 
+    async def pin(self, step: int, tier: str | None = None, *, on: bool = True) -> str:
+        """Keep a step on a tier, whatever its policy and its lack of room say; with ``on=False``, no longer.
+
+        The step is copied there if need be. The pin lies on the tier, and so outlives this process; `delete` with
+        ``force`` takes it away first. If the tier fails meanwhile, the pin may stay: `pins` tells.
+
+        Args:
+            step: which; ``on=False`` takes the pins of every save of that number away.
+            tier: by default the slowest that holds steps as they were saved.
+
+        Returns the tier's name. Raises as `promote`, and `Invalid` on another rank than 0 and in a read-only store.
+        """
+        return await self._life.change(lambda engine: engine.admin.pin(checked_step(step), tier, on=on))
+
+    async def pins(self) -> tuple[Pin, ...]:
+        """The steps that are pinned on the tiers that answer, oldest save first."""
+        return await self._life.look(lambda engine: engine.inventory.pins())
+
     async def collect(self) -> list[Collected]:
         """Reclaim the space that no step needs, on every tier that works."""
         return await self._life.change(lambda engine: engine.admin.collect())
@@ -366,9 +381,8 @@ class CheckpointStore:
             progress: called with the bytes of each part that was read, from any thread.
         """
         step = None if step is None else checked_step(step)
-        return await self._life.look(
-            lambda engine: engine.admin.verify(step, serial, tier, repair=repair, progress=progress), repair=repair
-        )
+        look = partial(self._life.look, repair=repair)
+        return await look(lambda engine: engine.admin.verify(step, serial, tier, repair=repair, progress=progress))
 
     async def scrub(
         self,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tieredckpt.config import StoreConfig
     from tieredckpt.engine.exporting.export import ExportInfo
-    from tieredckpt.engine.inventory import StepDetails, StepInfo, TierInfo
+    from tieredckpt.engine.inventory import Pin, StepDetails, StepInfo, TierInfo
     from tieredckpt.engine.keeping.collector import Collected
     from tieredckpt.engine.repairing.verify import Verified
     from tieredckpt.events import Event
@@ -308,6 +308,24 @@ class SyncStore:
             Invalid: on another rank than 0, or in a read-only store.
         """
         self._run(self._store.delete(step, force=force))
+
+    def pin(self, step: int, tier: str | None = None, *, on: bool = True) -> str:
+        """Keep a step on a tier, whatever its policy and its lack of room say; with ``on=False``, no longer.
+
+        The step is copied there if need be. The pin lies on the tier, and so outlives this process; `delete` with
+        ``force`` takes it away first. If the tier fails meanwhile, the pin may stay: `pins` tells.
+
+        Args:
+            step: which; ``on=False`` takes the pins of every save of that number away.
+            tier: by default the slowest that holds steps as they were saved.
+
+        Returns the tier's name. Raises as `promote`, and `Invalid` on another rank than 0 and in a read-only store.
+        """
+        return self._run(self._store.pin(step, tier, on=on))
+
+    def pins(self) -> tuple[Pin, ...]:
+        """The steps that are pinned on the tiers that answer, oldest save first."""
+        return self._run(self._store.pins())
 
     def collect(self) -> list[Collected]:
         """Reclaim the space that no step needs, on every tier that works."""

@@ -75,6 +75,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.ignored: list[OriginIgnored] = []
         self.flipped: set[tuple[str, int]] = set()
         """Tiers with the contents of which a chunk was damaged there, repaired since or not."""
+        self.pinned: set[tuple[int, str]] = set()
+        """Serials of steps, and the tiers where they are pinned."""
 
     # -- what the rules are made of -----------------------------------------------------------------------
 
@@ -328,6 +330,26 @@ class StoreMachine(RuleBasedStateMachine):
             self.assert_named(info, error)
 
     @precondition(lambda self: self.live)
+    @rule(which=WHICH, tier=st.sampled_from(["disk", "far"]))
+    def pin(self, which: int, tier: str) -> None:
+        self.settle()
+        info = self.chosen(which)
+        try:
+            self.run(self.store.pin(info.step, tier))
+        except Corrupt as error:
+            self.assert_named(info, error)
+        else:
+            self.pinned.add((info.serial, tier))
+
+    @precondition(lambda self: self.pinned)
+    @rule(which=WHICH)
+    def unpin(self, which: int) -> None:
+        serial, tier = sorted(self.pinned)[which % len(self.pinned)]
+        step = self.number(serial)
+        self.run(self.store.pin(step, tier, on=False))
+        self.pinned -= {(each, tier) for each in self.saved if self.number(each) == step}
+
+    @precondition(lambda self: self.live)
     @rule(which=WHICH, repair=st.booleans())
     def verify(self, which: int, repair: bool) -> None:
         self.settle()
@@ -370,6 +392,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         infos = self.steps()
         assert not self.live or self.live in infos, "the newest step of the branch is gone"
+        assert all(tier in infos[serial].tiers for serial, tier in self.pinned), "a pinned step has left"
         for serial, info in infos.items():
             assert info.step == self.saved[serial]["step"]
             assert info.off_branch == (serial not in self.branches[self.live])

@@ -143,6 +143,8 @@ class Service:
                 return await admin.promote(number, tier)
             case messages.Evict(number, tier):
                 await admin.evict(number, tier)
+            case messages.Pin(number, tier, on):
+                return await admin.pin(number, tier, on=on)
             case messages.Delete(steps, force):
                 with self._state.being_deleted(steps):
                     await admin.delete_copies(steps, force=force)

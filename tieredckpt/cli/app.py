@@ -29,7 +29,7 @@ from tieredckpt.cli.ram import adopt, forget, fork
 from tieredckpt.cli.restore import restore
 from tieredckpt.cli.show import show
 from tieredckpt.cli.simulate import simulate
-from tieredckpt.cli.upkeep import collect, delete, evict, promote
+from tieredckpt.cli.upkeep import collect, delete, evict, pin, promote
 from tieredckpt.cli.verify import verify
 from tieredckpt.errors import TieredCkptError
 
@@ -115,6 +115,7 @@ for _verb in (
     restore,
     promote,
     evict,
+    pin,
     delete,
     collect,
     copy,

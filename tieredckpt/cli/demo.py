@@ -107,7 +107,7 @@ def _run(plan: Plan, config: Path) -> bool:
     saved = _killed(plan, config)
     _print_saved(saved)
     with reading(str(config)) as store:
-        print_steps(store.steps(), store.tier_infos())
+        print_steps(store.steps(), store.tier_infos(), store.pins())
         print_tiers(store.tier_infos())
 
     say("3. Start the training again.", style="bold")

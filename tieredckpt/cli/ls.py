@@ -11,14 +11,14 @@ import typer
 from tieredckpt.cli.console import metrics_text, output, print_json, print_table, when
 from tieredckpt.cli.opening import Json, MaybeStore, reading
 from tieredckpt.cli.ram import print_ram
-from tieredckpt.engine.inventory import StepInfo, TierInfo
+from tieredckpt.engine.inventory import Pin, StepInfo, TierInfo
 from tieredckpt.units import format_size
 
 Ram = Annotated[
     bool, typer.Option("--ram", help="List instead what RAM STORE has on this machine; without it, all your stores.")
 ]
 
-__all__ = ["ls", "print_steps", "print_tiers", "state_of", "tiers_of"]
+__all__ = ["ls", "pinned_on", "print_steps", "print_tiers", "state_of", "tiers_of"]
 
 
 def ls(store: MaybeStore = None, ram: Ram = False, as_json: Json = False) -> None:
@@ -29,18 +29,25 @@ def ls(store: MaybeStore = None, ram: Ram = False, as_json: Json = False) -> Non
     if store is None:
         raise typer.BadParameter("name a store, or say --ram")
     with reading(store) as opened:
-        steps, tiers = opened.steps(), opened.tier_infos()
+        steps, tiers, pins = opened.steps(), opened.tier_infos(), opened.pins()
     if as_json:
-        print_json({"steps": _steps_for_programs(steps, tiers), "tiers": [asdict(tier) for tier in tiers]})
+        told = _steps_for_programs(steps, tiers, pins)
+        print_json({"steps": told, "tiers": list(map(asdict, tiers)), "pins": list(map(asdict, pins))})
         return
-    print_steps(steps, tiers)
+    print_steps(steps, tiers, pins)
     print_tiers(tiers)
 
 
-def state_of(step: StepInfo) -> str:
-    """State of a step: live or off-branch, and the tiers on which its commit cannot be read."""
+def state_of(step: StepInfo, pins: Sequence[Pin]) -> str:
+    """State of a step: live or off-branch, where it is pinned, and the tiers on which its commit cannot be read."""
     line = "off-branch" if step.off_branch else "live"
-    return ", ".join([line, *(f"damaged on {tier}" for tier in step.damaged)])
+    pinned = (f"pinned on {tier}" for tier in pinned_on(step, pins))
+    return ", ".join([line, *pinned, *(f"damaged on {tier}" for tier in step.damaged)])
+
+
+def pinned_on(step: StepInfo, pins: Sequence[Pin]) -> list[str]:
+    """The tiers on which a step is pinned."""
+    return [pin.tier for pin in pins if (pin.serial, pin.step) == (step.serial, step.step)]
 
 
 def tiers_of(step: StepInfo) -> str:
@@ -48,7 +55,7 @@ def tiers_of(step: StepInfo) -> str:
     return ", ".join([*step.tiers, *(f"{tier} (lossy)" for tier in step.lossy)])
 
 
-def print_steps(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> None:
+def print_steps(steps: Sequence[StepInfo], tiers: Sequence[TierInfo], pins: Sequence[Pin]) -> None:
     """Print a table of the steps, including those that no tier can read."""
     rows: dict[int, tuple[object, ...]] = {
         step.serial: (
@@ -59,7 +66,7 @@ def print_steps(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> None:
             step.ranks,
             metrics_text(step.metrics),
             tiers_of(step),
-            state_of(step),
+            state_of(step, pins),
         )
         for step in steps
     }
@@ -112,8 +119,13 @@ def _lost(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> dict[tuple[in
     return lost
 
 
-def _steps_for_programs(steps: Sequence[StepInfo], tiers: Sequence[TierInfo]) -> list[dict[str, object]]:
-    told = [{**asdict(step), "saved": when(step.saved_at), "state": state_of(step)} for step in steps]
+def _steps_for_programs(
+    steps: Sequence[StepInfo], tiers: Sequence[TierInfo], pins: Sequence[Pin]
+) -> list[dict[str, object]]:
+    told = [
+        {**asdict(step), "saved": when(step.saved_at), "pinned": pinned_on(step, pins), "state": state_of(step, pins)}
+        for step in steps
+    ]
     for (serial, step), names in _lost(steps, tiers).items():
         told.append({"step": step, "serial": serial, "tiers": [], "damaged": names, "state": "lost"})
     return sorted(told, key=lambda step: step["serial"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,9 +11,9 @@ import msgspec
 import typer
 
 from tieredckpt.cli.console import metrics_text, print_json, print_table, when
-from tieredckpt.cli.ls import state_of, tiers_of
+from tieredckpt.cli.ls import pinned_on, state_of, tiers_of
 from tieredckpt.cli.opening import Json, Step, StorePath, reading
-from tieredckpt.engine.inventory import StepDetails
+from tieredckpt.engine.inventory import Pin, StepDetails
 from tieredckpt.format import layout
 from tieredckpt.format.derivation import Derivation, Rounded
 from tieredckpt.units import format_size
@@ -32,13 +32,14 @@ _SHOWN = 60
 def show(store: StorePath, step: Step = None, serial: Serial = None, as_json: Json = False) -> None:
     """Show one step: where it comes from, its metrics and policy, and its tree with dtypes and shapes."""
     with reading(store) as opened:
-        details = opened.describe(step, serial=serial)
+        details, pins = opened.describe(step, serial=serial), opened.pins()
     if as_json:
         told = asdict(details)
         told["derived"] = msgspec.to_builtins(details.derived)
+        told["pinned"] = pinned_on(details.info, pins)
         print_json({**told.pop("info"), "saved": when(details.info.saved_at), **told})
         return
-    print_table(f"step {details.info.step}", ("", ""), list(_facts(details)))
+    print_table(f"step {details.info.step}", ("", ""), list(_facts(details, pins)))
     print_table("policy", ("", ""), list(_policy(details.policy)))
     print_table(
         "arrays",
@@ -67,12 +68,12 @@ def _loss(how: Derivation, array: Rounded) -> tuple[str, str]:
     return f"within {rule.max_abs_error:.3g}", f"{array.worst:.3g}{kept}"
 
 
-def _facts(details: StepDetails) -> Iterator[tuple[str, object]]:
+def _facts(details: StepDetails, pins: Sequence[Pin]) -> Iterator[tuple[str, object]]:
     info = details.info
     yield "serial", info.serial
     yield "saved", when(info.saved_at)
     yield "tiers", tiers_of(info)
-    yield "state", state_of(info)
+    yield "state", state_of(info, pins)
     yield "size", f"{format_size(info.nbytes)} in {len(details.arrays)} arrays"
     yield "distinct chunks", format_size(details.distinct_nbytes)
     yield "metrics", metrics_text(info.metrics)

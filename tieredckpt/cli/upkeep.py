@@ -1,4 +1,4 @@
-"""The verbs `promote`, `evict`, `delete` and `collect`: do by hand what the policies do."""
+"""The verbs `promote`, `evict`, `pin`, `delete` and `collect`: do by hand what the policies do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tieredckpt.cli.opening import Json, StorePath, ThisStep, writing
 from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.units import format_size
 
-__all__ = ["collect", "delete", "evict", "promote"]
+__all__ = ["collect", "delete", "evict", "pin", "promote"]
 
 ThisTier = Annotated[str, typer.Argument(metavar="TIER", show_default=False)]
 
@@ -25,7 +25,8 @@ def promote(store: StorePath, step: ThisStep, tier: ThisTier, as_json: Json = Fa
         stayed = tier in (*found.tiers, *found.lossy)
     if not stayed:
         raise Conflict(
-            f"step {step} was copied to tier {tier!r} and left it at once: its `retain` does not want the step"
+            f"step {step} was copied to tier {tier!r} and left it at once: its `retain` does not want the step; "
+            f"`tieredckpt pin` keeps it there"
         )
     if as_json:
         print_json({"step": step, "tier": tier, "written": written})
@@ -41,6 +42,22 @@ def evict(store: StorePath, step: ThisStep, tier: ThisTier, as_json: Json = Fals
         print_json({"step": step, "tier": tier, "evicted": True})
     else:
         output().print(f"step {step} has left tier {printable(tier)}")
+
+
+def pin(
+    store: StorePath,
+    step: ThisStep,
+    tier: Annotated[str | None, typer.Argument(metavar="TIER", help="The slowest if left out.")] = None,
+    off: Annotated[bool, typer.Option("--off", help="Let the policies decide again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Keep a step on a tier, whatever its policy says; it is copied there if need be."""
+    with writing(store) as opened, waiting(f"pinning step {step}"):
+        name = opened.pin(step, tier, on=not off)
+    if as_json:
+        print_json({"step": step, "tier": name, "pinned": not off})
+    else:
+        output().print(f"step {step} is {'not pinned any more' if off else 'pinned'} on tier {printable(name)}")
 
 
 def delete(

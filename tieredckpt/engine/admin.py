@@ -1,20 +1,22 @@
-"""Manual operations, which no policy decides: promote, evict, delete, collect, verify."""
+"""Manual operations, which no policy decides: promote, evict, pin, delete, collect, verify."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 
 from tieredckpt.engine.keeping.collector import Collected, Collector
-from tieredckpt.engine.keeping.safety import check_deletable, check_unread
+from tieredckpt.engine.keeping.safety import check_deletable, check_unpinned, check_unread
 from tieredckpt.engine.repairing.repack import collect_on
 from tieredckpt.engine.repairing.scrub import scrub
 from tieredckpt.engine.repairing.verify import Verified, Verifier, to_verify
 from tieredckpt.engine.restoring.lookup import never_read
 from tieredckpt.engine.state.adoption import adopt_if_gone
 from tieredckpt.engine.state.state import State
+from tieredckpt.engine.tier import pin_file
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Invalid, NotFound, TierUnavailable
+from tieredckpt.errors import Conflict, Invalid, NotFound, TieredCkptError, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
 __all__ = ["Admin"]
@@ -40,6 +42,7 @@ class Admin:
         self.derived: dict[str, Admin] = {}
         """By name of the tier, what carries out operations on derived steps."""
         self._guards_deletions = asyncio.Lock()
+        self._guards_pins = asyncio.Lock()
 
     def _of_derived(self, name: str) -> Admin | None:
         return self.derived.get(name) if isinstance(name, str) else None
@@ -53,6 +56,9 @@ class Admin:
         if tier.in_memory:
             raise Invalid(f"tier {name!r} is RAM: a step gets there by being saved")
         self._check_ours(f"promote to tier {name!r}", self._state.manages(tier))
+        return await self._copy(step, tier)
+
+    async def _copy(self, step: StepId, tier: Tier) -> int:
         tier.steps.tombstones.discard(step)
         written = await self._promote(step, tier)
         await self._collector.after_commit(tier)
@@ -75,6 +81,45 @@ class Admin:
                 tier.steps.tombstones.discard(step)
             raise
         await self._collector.collect(tier, orphans=False)
+
+    async def pin(self, number: int, name: str | None, *, on: bool) -> str:
+        """See `CheckpointStore.pin`."""
+        if name is not None and (theirs := self._of_derived(name)) is not None:
+            return await theirs.pin(number, name, on=on)
+        self._state.check_writable("pin")
+        tier = self._state.target if name is None else self._state.tier(name)
+        if tier.in_memory:
+            raise Invalid(f"tier {tier.name!r} is RAM, where no step stays: pin it on a slower tier")
+        self._check_ours(f"pin on tier {tier.name!r}", self._state.manages(tier))
+        async with self._guards_pins:  # one that fails takes back its own pin, and no other's
+            await (self._pin if on else self._unpin)(number, tier)
+        return tier.name
+
+    async def _unpin(self, number: int, tier: Tier) -> None:
+        steps = [step for step in tier.steps.pinned if step.step == number]
+        if not steps:
+            tier.check_known()
+            names = [repr(other.name) for other in self._tiers if number in {each.step for each in other.steps.pinned}]
+            where = f"; it is pinned on {', '.join(names)}" if names else ""
+            raise NotFound(f"step {number} is not pinned on tier {tier.name!r}{where}")
+        for step in steps:
+            await pin_file.unpin(tier, step)
+        await self._collector.after_commit(tier)
+
+    async def _pin(self, number: int, tier: Tier) -> None:
+        step = self._state.find(number)
+        if step in self._state.deleting:
+            raise Conflict(f"cannot pin: {step} is being deleted")
+        was_pinned = step in tier.steps.pinned
+        try:
+            await pin_file.pin(tier, step)  # first, or retention might take the copy at once
+            await self._state.changed.until(lambda: step not in tier.steps.leaving)  # by an eviction under way
+            await self._copy(step, tier)
+        except BaseException:
+            if not was_pinned:
+                with suppress(TieredCkptError):
+                    await pin_file.unpin(tier, step)
+            raise
 
     async def delete(self, number: int, *, force: bool) -> None:
         """See `CheckpointStore.delete`."""
@@ -107,8 +152,11 @@ class Admin:
         """
         async with self._guards_deletions:  # one that fails takes back its tombstones, and no other's
             tiers = [tier for tier in self._tiers if self._state.manages(tier)]
-            for tier in tiers:
+            derived = filter(self._state.manages, map(self._state.any_tier, self.derived))
+            for tier in (*tiers, *derived):
                 check_unread(steps, tier)
+                if not force:
+                    check_unpinned(steps, tier)
             for theirs in self.derived.values():  # which would be derived again
                 await theirs.delete_copies(steps, force=force)
             tombstones = {tier.name: set(steps) - tier.steps.tombstones for tier in tiers}
@@ -132,6 +180,8 @@ class Admin:
         def left_alone() -> bool:
             return force and not tier.answers
 
+        if step in tier.steps.pinned and tier.answers:
+            await pin_file.unpin(tier, step)
         # An eviction under way may fail.
         await self._state.changed.until(lambda: step not in tier.steps.leaving or left_alone())
         if tier.steps.keeps(step) and not left_alone():

@@ -16,11 +16,12 @@ from tieredckpt.engine.restoring.source import StepSource
 from tieredckpt.engine.restoring.tensorstore_spec import array_spec
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.state.views import numbers
-from tieredckpt.engine.tier import step_index
+from tieredckpt.engine.tier import pin_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, NotFound, TieredCkptError
+from tieredckpt.format import layout
 from tieredckpt.format.derivation import Derivation
 from tieredckpt.format.manifest import ArrayIndex, StepId, StepIndex, StepRecord
 from tieredckpt.format.scalars import scalar_value
@@ -31,6 +32,7 @@ __all__ = [
     "ArrayInfo",
     "DamagedStep",
     "Inventory",
+    "Pin",
     "Scalar",
     "StepDetails",
     "StepInfo",
@@ -138,6 +140,15 @@ class TierInfo:
     """Whether it holds only lossy copies: no step as it was saved comes there."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A step that stays on a tier until a person takes the pin away."""
+
+    step: int
+    serial: int
+    tier: str
+
+
 class Inventory:
     """Tells what a store holds. Lives on the engine's loop."""
 
@@ -201,6 +212,16 @@ class Inventory:
     async def tiers(self) -> tuple[TierInfo, ...]:
         """Every tier, nearest first."""
         return tuple([await _tier(self._state, tier) for tier in self._state.every_tier])
+
+    async def pins(self) -> tuple[Pin, ...]:
+        """The pins on the tiers that answer, by serial and tier."""
+        found: list[Pin] = []
+        for tier in self._state.every_tier:
+            if not tier.in_memory and tier.answers:
+                with suppress(TieredCkptError):
+                    steps = pin_file.pinned([info async for info in tier.store.list(layout.PINS)])
+                    found += [Pin(step.step, step.serial, tier.name) for step in steps]
+        return tuple(sorted(found, key=lambda pin: pin.serial))
 
     async def spec(self, step: int, key: str, tier: str | None) -> dict[str, Any]:
         """See `array_spec`."""

@@ -25,6 +25,7 @@ __all__ = [
     "MARKER_MAX",
     "MAX_NUMBER",
     "PACKS",
+    "PINS",
     "RANKS",
     "STEPS",
     "STEP_RECORD",
@@ -39,8 +40,10 @@ __all__ = [
     "parse_block_key",
     "parse_catalog_key",
     "parse_pack_key",
+    "parse_pin_key",
     "parse_step_folder",
     "part_key",
+    "pin_key",
     "step_folder",
 ]
 
@@ -77,10 +80,13 @@ CATALOGS = "catalogs/"
 """Folder of catalogs: packs and steps that need not be read; a catalog counts where it agrees with the listing."""
 
 LEASES = "leases/"
+PINS = "pins/"
+"""Folder of empty objects, one for each step that is to stay on the tier."""
+
 RANKS = "ranks/"
 """Messages between ranks that have no other way to communicate; no part of any step."""
 
-FOLDERS = (STEPS, PACKS, CATALOGS, LEASES, RANKS)
+FOLDERS = (STEPS, PACKS, CATALOGS, LEASES, PINS, RANKS)
 """The folders of a root, each made when it is needed."""
 
 MANIFEST = "manifest.ocdbt"
@@ -151,6 +157,16 @@ def part_key(step: int, serial: int, rank: int) -> str:
     if rank < 0:
         raise Invalid(f"rank {rank} has no part: ranks begin at 0")
     return f"{step_folder(step, serial)}parts/{rank}"
+
+
+def pin_key(step: int, serial: int) -> str:
+    """Key of the object that keeps a step on its tier. Raises `Invalid` as `step_folder` does."""
+    return PINS + step_folder(step, serial)[len(STEPS) : -1]
+
+
+def parse_pin_key(key: str) -> tuple[int, int] | None:
+    """``(step, serial)`` of a key that `pin_key` makes, None for any other."""
+    return parse_step_folder(f"{STEPS}{key.removeprefix(PINS)}/") if key.startswith(PINS) else None
 
 
 def block_key(key: str, offset: tuple[int, ...]) -> str:

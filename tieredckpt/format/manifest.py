@@ -99,6 +99,11 @@ class StepId(NamedTuple):
         """Key of the index nodes of its first commit. Raises `Invalid` as `layout.step_folder` does."""
         return layout.btree_key(self.step, self.serial)
 
+    @property
+    def pin_key(self) -> str:
+        """Key of the object that keeps it on a tier. Raises `Invalid` as `layout.step_folder` does."""
+        return layout.pin_key(self.step, self.serial)
+
     def part_key(self, rank: int) -> str:
         """Key of a rank's part of it while it is being committed. Raises `Invalid` as `layout.part_key` does."""
         return layout.part_key(self.step, self.serial, rank)

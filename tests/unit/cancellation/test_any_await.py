@@ -99,6 +99,19 @@ async def evict_from_the_disk(scene: Scene) -> Call:
 
 
 @case
+async def pin(scene: Scene) -> Call:
+    async def pin_and_compare() -> None:
+        try:
+            await scene.store.pin(scene.last)
+        finally:
+            on_disk = {(pin.step, pin.tier) for pin in await scene.store.pins()}
+            tiers = scene.store._life.engine.state.tiers
+            assert on_disk == {(step.step, tier.name) for tier in tiers for step in tier.steps.pinned}
+
+    return pin_and_compare()
+
+
+@case
 async def collect(scene: Scene) -> Call:
     await scene.another()
     return scene.store.collect()

@@ -163,7 +163,7 @@ def test_numbers_and_times_stay_whole_on_a_narrow_terminal(
         monkeypatch.setattr(
             console, "output", lambda columns=columns: Console(width=columns, markup=False, emoji=False)
         )
-        print_steps(steps, tiers)
+        print_steps(steps, tiers, ())
         print_tiers(tiers)
         words = capsys.readouterr().out.split()
         assert words.count(when(steps[0].saved_at)) + words.count(when(steps[-1].saved_at)) >= 2

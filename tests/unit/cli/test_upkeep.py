@@ -1,4 +1,4 @@
-"""`promote`, `evict`, `delete` and `collect`: what they are told to do, and nothing besides."""
+"""`promote`, `evict`, `pin`, `delete` and `collect`: what they are told to do, and nothing besides."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ def test_a_promotion_that_retention_undoes_is_no_success(trained: Path) -> None:
     result = run("promote", trained, 1, "archive")
     assert result.exit_code == 1
     assert "retain" in result.stderr
+    assert "tieredckpt pin" in result.stderr
+    assert told("pin", trained, 1) == {"step": 1, "tier": "archive", "pinned": True}
+    assert where(trained)[1] == ["ram", "disk", "archive"]
 
 
 @pytest.mark.parametrize("tier", ["ram", "disk"])
@@ -47,6 +50,18 @@ def test_the_last_good_copy_is_not_evicted(trained: Path) -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith("Conflict: cannot evict")
     assert where(trained)[3] == ["ram", "disk"]
+
+
+def test_a_pin_is_listed_and_keeps_the_step_until_it_is_taken_away(trained: Path) -> None:
+    assert told("pin", trained, 2, "disk") == {"step": 2, "tier": "disk", "pinned": True}
+    assert told("show", trained, 2)["pinned"] == ["disk"]
+    assert {step["step"]: step["pinned"] for step in told("ls", trained)["steps"]} == {1: [], 2: ["disk"], 3: []}
+    assert "live, pinned on disk" in run("show", trained, 2).stdout
+    assert run("evict", trained, 2, "disk").stderr.startswith("Conflict: cannot evict: step 2 (serial 2) is pinned")
+    assert "step 2 is not pinned any more on tier disk" in run("pin", trained, 2, "disk", "--off").stdout
+    told("evict", trained, 2, "disk")
+    result = run("pin", trained, 2, "disk", "--off")
+    assert (result.exit_code, result.stderr.strip()) == (1, "NotFound: step 2 is not pinned on tier 'disk'")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ __all__ = [
     "MakeRoom",
     "OnTier",
     "Operation",
+    "Pin",
     "Progress",
     "Promote",
     "Reach",
@@ -66,6 +67,14 @@ class Evict(_Frame, frozen=True):
 
     number: int
     tier: str
+
+
+class Pin(_Frame, frozen=True):
+    """Keep a step on a tier, by default the slowest, or let it go; responds with the tier's name."""
+
+    number: int
+    tier: str | None
+    on: bool
 
 
 class Delete(_Frame, frozen=True):
@@ -184,6 +193,7 @@ class GiveBack(_Frame, frozen=True):
 Operation = (
     Promote
     | Evict
+    | Pin
     | Delete
     | Collect
     | Verify

@@ -50,7 +50,9 @@ class Evictor:
         def check() -> None:
             if deleted:
                 check_unread((step,), tier)
-            elif step in tier.steps.held and (reason := why_kept(self._state, step, tier)):
+                return
+            asked = step in tier.steps.held or step in tier.steps.pinned  # what cannot be read may leave
+            if asked and (reason := why_kept(self._state, step, tier)):
                 raise Conflict(f"cannot evict: {reason}")
 
         check()

@@ -97,6 +97,7 @@ async def evicting_older(
             if await evict_older(state, collector, step, tier, error.need):
                 continue
             why = _in_vain_message(tier) if fits(tier, error.need) and _is_in_vain(tier) else _unreadable_message(tier)
+            why = why or _pinned_message(tier)
             if not why:
                 raise
             raise NoRoom(f"{error}{why}", error.need) from error
@@ -154,6 +155,12 @@ def _unreadable_message(tier: Tier) -> str:
         f"; nothing can be evicted while {', '.join(map(str, found))} cannot be read there, for its packs are not "
         f"known: see to its files, or evict it"
     )
+
+
+def _pinned_message(tier: Tier) -> str:
+    """How many steps of a tier stay because they are pinned, for a message; empty where none is."""
+    pinned = tier.steps.pinned & tier.steps.held.keys()
+    return f"; pinned there, so that they stay: {len(pinned)} steps (`tieredckpt ls` tells which)" if pinned else ""
 
 
 def _in_vain_message(tier: Tier) -> str:

@@ -29,21 +29,24 @@ from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Conflict, TierUnavailable
 from tieredckpt.format.manifest import StepId
 
-__all__ = ["check_deletable", "check_unread", "why_kept"]
+__all__ = ["check_deletable", "check_unpinned", "check_unread", "why_kept"]
 
 
 def why_kept(state: State, step: StepId, tier: Tier) -> str:
     """Why the copy of ``step`` on ``tier`` must stay, and what to do; empty when it may go.
 
     A copy may go only if afterwards a tier that answers and survives at least as much still holds this step, or a
-    newer one of the branch, which a restore would rather take. So the newest step on a durable tier stays until a
-    newer one is committed there, not merely until one lies in RAM; steps off the branch stay until a save that came
-    after them is as safe; and a copy that is being deleted, or lacks chunks, counts no more. A copy that lacks chunks
-    may itself go where any good step of the branch is as safe. For an agent RAM never counts, though it survives as
-    much as some tiers do: the trainer lets a step leave it at any time, for the agent's tiers have it.
+    newer one of the branch, which a restore would rather take; a pinned one may not go at all. So the newest step on a
+    durable tier stays until a newer one is committed there, not merely until one lies in RAM; steps off the branch stay
+    until a save that came after them is as safe; and a copy that is being deleted, or lacks chunks, counts no more. A
+    copy that lacks chunks may itself go where any good step of the branch is as safe. For an agent RAM never counts,
+    though it survives as much as some tiers do: the trainer lets a step leave it at any time, for the agent's tiers
+    have it.
     """
     if tier.steps.readers.get(step):
         return f"{step} is being read from tier {tier.name!r}; try again when that has ended"
+    if step in tier.steps.pinned:
+        return f"{step} is pinned on tier {tier.name!r}; take the pin away first (`tieredckpt pin --off`)"
     if tier.outdated:
         return f"what tier {tier.name!r} holds is not known before it is read again; try again when it works"
     if _is_covered(state, step, tier):
@@ -97,6 +100,16 @@ def check_deletable(state: State, steps: Collection[StepId]) -> None:
             raise Conflict(
                 f"cannot delete {names}: no newer step of the branch is on a tier that survives as much as "
                 f"{tier.name!r}; wait until one is promoted, or pass force=True (--force)"
+            )
+
+
+def check_unpinned(steps: Collection[StepId], tier: Tier) -> None:
+    """Raise `Conflict` where one of the steps is pinned on the tier."""
+    for step in steps:
+        if step in tier.steps.pinned:
+            raise Conflict(
+                f"cannot delete: {step} is pinned on tier {tier.name!r}; take the pin away first (`tieredckpt pin "
+                f"--off`), or pass force=True (--force)"
             )
 
 

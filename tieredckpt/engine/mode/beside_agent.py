@@ -20,7 +20,7 @@ from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file
 from tieredckpt.engine.tier.packs import WrittenPacks
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Invalid, TierUnavailable
+from tieredckpt.errors import Conflict, Invalid, TierUnavailable
 from tieredckpt.format.manifest import StepId, StepIndex
 from tieredckpt.format.ocdbt import Extent
 
@@ -87,6 +87,12 @@ class AgentAdmin(Admin):
             await super().evict(number, name)
         else:
             await self._link.ask(messages.Evict(number, name), again=False)
+
+    async def pin(self, number: int, name: str | None, *, on: bool) -> str:
+        """See `Admin.pin`."""
+        if on and any(step.step == number for step in self._state.deleting):  # the agent is done, and RAM has it yet
+            raise Conflict(f"cannot pin: step {number} is being deleted")
+        return await self._link.ask(messages.Pin(number, name, on), str, again=on)
 
     async def delete_copies(self, steps: Collection[StepId], *, force: bool) -> None:
         """See `Admin.delete_copies`; the agent is first, for it would promote again what RAM still has."""

@@ -18,7 +18,7 @@ from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.opening.catalog_read import Footers, believed, read_catalogs, stamp_of
 from tieredckpt.engine.opening.unreadable import Reads
-from tieredckpt.engine.tier import marker_file, step_index
+from tieredckpt.engine.tier import marker_file, pin_file, step_index
 from tieredckpt.engine.tier.held import Held
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.packs import Packs
@@ -55,13 +55,14 @@ async def scan_tier(tier: Tier, store: str | None = None, listed: Sequence[BlobI
         listed: all that the tier holds now; None to list it.
     """
     steps = tier.steps
-    before = steps.known()
+    before, pinned = steps.known(), set(steps.pinned)
     steps.scanning = True
     read = replace(tier, steps=Steps(impaired=steps.impaired), packs=Packs())
     try:
         await _scan(read, store, listed)
         for step in before - steps.known():
             read.steps.drop(step)  # it left, perhaps after it was read
+        read.steps.pinned -= pinned - steps.pinned
         _leave_in_doubt(steps, read)
         tier.exchange(read.steps, read.packs)
     finally:
@@ -83,6 +84,7 @@ async def _scan(tier: Tier, store: str | None, listed: Sequence[BlobInfo] | None
     catalogs = []
     if (ram := tier.ram) is None:
         await _list_packs(tier, listed)
+        tier.steps.pinned = pin_file.pinned(await _in_folder(tier, layout.PINS, listed))
         if store is not None:
             catalogs = await read_catalogs(tier, store, await _in_folder(tier, layout.CATALOGS, listed))
     footers, records = believed(tier, catalogs, folders)

@@ -163,6 +163,8 @@ class Steps:
     """Whether something between here and the store may pass a commit on after its sender has given it up."""
     deletions: dict[StepId, float] = field(default_factory=dict)
     """Steps with a deletion that failed and may come late, and since when (monotonic): none is committed anew here."""
+    pinned: set[StepId] = field(default_factory=set)
+    """Steps that stay here until a person takes the pin away; some may not be here."""
     readers: dict[StepId, int] = field(default_factory=dict)
     """How many readers each step has."""
     scanning: bool = False
@@ -181,6 +183,7 @@ class Steps:
         self.parts, self.damaged = read.parts, read.damaged
         self.impaired = {step: lacking for step, lacking in read.impaired.items() if read.keeps(step)}
         self.indexes, self.catalogued = read.indexes, read.catalogued
+        self.pinned |= read.pinned  # one that is being put was not listed yet
         for step in tuple(self.indeterminate):
             self.resolve(step)
 

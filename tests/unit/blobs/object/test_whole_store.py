@@ -28,7 +28,7 @@ from tieredckpt.errors import Conflict, Invalid, TierUnavailable
 from tieredckpt.events import StepEvicted
 from tieredckpt.units import parse_size
 
-FIRST, EMPTY, LATER, READING, WITH_STEPS, MANY_OBJECTS = 15, 6, 9, 5, 10, 13
+FIRST, EMPTY, LATER, READING, WITH_STEPS, MANY_OBJECTS = 15, 6, 9, 5, 10, 15
 """Requests of an opening: of a new tier; of one that is known and empty; of one with steps, to write and to read; with
 many steps; and where a listing of everything takes several."""
 
@@ -57,6 +57,10 @@ async def test_what_is_saved_is_promoted_restored_evicted_and_collected(
             await ckpt.reached("s3")
         await heard.first(StepEvicted, lambda event: (event.step, event.tier) == (2, "s3"))
         assert await steps_on(store, "s3") == [3, 4]
+        await store.pin(3)
+        with pytest.raises(Conflict, match="pinned"):
+            await store.evict(3, "s3")
+        await store.pin(3, on=False)
         await store.evict(3, "s3")
         packs = {key for key in s3_place.bucket.sizes() if key.startswith("packs/")}
         assert packs
