@@ -16,6 +16,7 @@ from tieredckpt.engine.agent.wire import Silent, Wire
 from tieredckpt.engine.engine import Engine
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import make_room
+from tieredckpt.engine.keeping.retention import after_commit
 from tieredckpt.engine.promoting.dedupe import refer_to_intact
 from tieredckpt.engine.ranks.commit.parts import check_found
 from tieredckpt.engine.restoring.source import Damage
@@ -183,7 +184,7 @@ class Service:
                 async with self._lent.guards_commit:
                     await self._lent.commit(operation)
                 self._lent.give_back(tier)
-                await engine.collector.after_commit(state.tier(tier))
+                await after_commit(state, engine.collector, state.tier(tier))
             case messages.GiveBack(tier):
                 async with self._lent.guards_commit:  # one that was cancelled may be putting the manifest yet
                     self._lent.give_back(tier)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 
 from tieredckpt.engine.keeping.collector import Collected, Collector
+from tieredckpt.engine.keeping.retention import after_commit
 from tieredckpt.engine.keeping.safety import check_deletable, check_unpinned, check_unread
 from tieredckpt.engine.repairing.repack import collect_on
 from tieredckpt.engine.repairing.scrub import scrub
@@ -61,7 +62,7 @@ class Admin:
     async def _copy(self, step: StepId, tier: Tier) -> int:
         tier.steps.tombstones.discard(step)
         written = await self._promote(step, tier)
-        await self._collector.after_commit(tier)
+        await after_commit(self._state, self._collector, tier)
         return written
 
     async def evict(self, number: int, name: str) -> None:
@@ -104,7 +105,7 @@ class Admin:
             raise NotFound(f"step {number} is not pinned on tier {tier.name!r}{where}")
         for step in steps:
             await pin_file.unpin(tier, step)
-        await self._collector.after_commit(tier)
+        await after_commit(self._state, self._collector, tier)
 
     async def _pin(self, number: int, tier: Tier) -> None:
         step = self._state.find(number)

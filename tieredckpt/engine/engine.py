@@ -28,6 +28,7 @@ from tieredckpt.engine.exporting.export import ExportInfo
 from tieredckpt.engine.exporting.exporter import Exporter
 from tieredckpt.engine.inventory import Inventory
 from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.retention import after_commit
 from tieredckpt.engine.keeping.safety import why_kept
 from tieredckpt.engine.mode.alone import Alone, Reader
 from tieredckpt.engine.mode.among_ranks import AmongRanks
@@ -337,7 +338,7 @@ class Engine:
         self.state.check_writable("save")
         saved = await self.mode.save(call, flat, partial(self._writer.save, call, capture))
         if saved.tier is not None:
-            await self.collector.after_commit(self.state.tier(saved.tier))
+            await after_commit(self.state, self.collector, self.state.tier(saved.tier))
         self.prepare_memory()
         return saved
 

@@ -1,11 +1,11 @@
-"""Retention and collection: deletes steps by policy and for room, and packs that no step needs."""
+"""Collection: deletes packs and files that no step needs."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -14,14 +14,13 @@ from tieredckpt.concurrency import together
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.evictor import Evictor
 from tieredckpt.engine.keeping.listed_packs import compare_packs, note_impaired
-from tieredckpt.engine.keeping.policies import to_evict_when_full, unretained, waits_for_promotion
 from tieredckpt.engine.keeping.used_packs import packs_by_step, read_indexes, unread
 from tieredckpt.engine.opening.scan import step_folders
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier import commit_file, step_index
 from tieredckpt.engine.tier.index_cache import unique_extents
 from tieredckpt.engine.tier.tier import Tier
-from tieredckpt.errors import Corrupt, NoSpace, NotFound, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, NoSpace, NotFound, TierUnavailable
 from tieredckpt.format import layout
 from tieredckpt.format.manifest import StepId, StepIndex
 
@@ -56,7 +55,7 @@ class _Dense:
 
 
 class Collector:
-    """Evicts by policy and for room, and collects. Lives on the engine's loop."""
+    """Collects what evicted steps and writers that died leave. Lives on the engine's loop."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -67,60 +66,6 @@ class Collector:
         self._dense: dict[str, _Dense] = {}
         """By tier, what there was when no pack was sparse."""
 
-    # -- by policy, and for room --------------------------------------------------------------------------
-
-    async def apply_retention(self, tier: Tier) -> None:
-        """Evict the steps that the tier's policy does not retain.
-
-        A tier with a capacity keeps them until room is needed; one without would grow for ever.
-        """
-        if tier.capacity is not None or not self._state.collects(tier):
-            return
-        evicted = [step for step in unretained(self._state, tier) if await self.evictor.try_evict(step, tier)]
-        if evicted:
-            await self.collect(tier, orphans=False)
-
-    async def evict_unretained(self, tier: Tier) -> None:
-        """Evict all steps from RAM that its policy does not retain and that wait for no promotion."""
-        await self.evictor.reclaim_unread(tier)
-        for step in filter(tier.steps.has_own, unretained(self._state, tier)):
-            if not waits_for_promotion(self._state, step, tier):
-                await self.evictor.try_evict(step, tier)
-
-    async def make_room(self, tier: Tier, enough: Callable[[], bool]) -> bool:
-        """Evict from a tier until there is room enough; False when nothing more may go.
-
-        Steps that still wait for their promotion stay. Retained steps leave RAM when a slower tier holds them, for the
-        slab is a cache; so do a rank's parts of steps that are not committed, once that is decided.
-        """
-        if tier.in_memory:  # what is leaving already may make the room
-            await self._state.changed.until(lambda: not tier.steps.leaving)
-        await self.evictor.reclaim_unread(tier)
-        if enough():
-            return True
-        for step in tuple(tier.steps.parts):
-            # Meanwhile rank 0 may have committed it: then it is a step that is held.
-            if step in tier.steps.parts and step not in self._state.membership.undecided:
-                self._state.membership.dropping_part(step)  # first, so that rank 0 does not count on it
-                await self.evictor.drop_part(step, tier)
-        going = to_evict_when_full(self._state, tier)
-        if not tier.in_memory:
-            await self.collect(tier, orphans=False)
-            if enough():
-                return True
-            if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
-                return False  # what is evicted now would make no room yet
-            if self._state.collects(tier) and unread(tier, await packs_by_step(tier)):
-                return False
-        for step in filter(tier.steps.has_own, going):  # others have no room here
-            if waits_for_promotion(self._state, step, tier) or not await self.evictor.try_evict(step, tier):
-                continue
-            if not tier.in_memory:
-                await self.collect(tier, orphans=False)
-            if enough():
-                return True
-        return False
-
     async def freed_by(self, steps: Collection[StepId], tier: Tier) -> int:
         """Bytes of the packs of a tier that would be dead without these steps."""
         if tier.steps.damaged.any_packs(limits.in_force.unreadable_commit):
@@ -130,15 +75,6 @@ class Collector:
             return 0
         going = set[str]().union(*(used.pop(step, ()) for step in steps))
         return sum(tier.packs.sizes.get(key, 0) for key in going - self._packs_in_use(tier, used, math.inf))
-
-    async def replace_oldest(self, tier: Tier, enough: Callable[[], bool]) -> bool:
-        """Evict unpromoted snapshots, oldest first, until there is room enough; never the last good copy."""
-        for step in filter(tier.steps.has_own, sorted(tier.steps.held)):
-            if await self.evictor.try_evict(step, tier) and enough():
-                return True
-        return enough()
-
-    # -- packs --------------------------------------------------------------------------------------------
 
     async def collect(self, tier: Tier, *, orphans: bool = True) -> Collected:
         """Delete the packs that no committed step refers to.
@@ -336,10 +272,3 @@ class Collector:
         if not sparse:
             self._dense[tier.name] = _Dense(steps, dense.packs.union(live))
         return sparse
-
-    async def after_commit(self, tier: Tier) -> None:
-        """Apply retention to a tier after a commit there. Failures are logged."""
-        try:
-            await self.apply_retention(tier)
-        except TieredCkptError as error:
-            _log.warning("retention on tier %r: %s", tier.name, error)

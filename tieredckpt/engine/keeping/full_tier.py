@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from tieredckpt.blobs.base import Free
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import to_evict_for, unretained, waits_for_promotion
+from tieredckpt.engine.keeping.retention import evict_until
 from tieredckpt.engine.keeping.safety import why_kept
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.steps import Unreadable
@@ -78,7 +79,7 @@ async def make_room(state: State, collector: Collector, step: StepId | None, tie
 
     ``step`` is None for a save, which is newer than all there is.
     """
-    if tier.capacity is None or await collector.make_room(tier, lambda: fits(tier, need)):
+    if tier.capacity is None or await evict_until(state, collector, tier, lambda: fits(tier, need)):
         return True
     while await evict_older(state, collector, step, tier, need):
         if fits(tier, need):

@@ -16,6 +16,7 @@ from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import NoRoom, evict_older
 from tieredckpt.engine.keeping.policies import is_due
+from tieredckpt.engine.keeping.retention import after_commit
 from tieredckpt.engine.opening.connect import reopen
 from tieredckpt.engine.restoring.source import SilentSource
 from tieredckpt.engine.state.promotions import promoting
@@ -196,7 +197,7 @@ class Promoter:
                         raise
                     return  # it gave way
             self._succeeded()
-            await self._collector.after_commit(self.tier)
+            await after_commit(self._state, self._collector, self.tier)
         except NoRoom as error:
             if not any(held > step and self._state.on_line(held.serial) for held in self.tier.steps.held):
                 raise

@@ -9,6 +9,7 @@ from functools import partial
 
 from tieredckpt.engine.keeping.collector import Collected, Collector
 from tieredckpt.engine.keeping.full_tier import fits
+from tieredckpt.engine.keeping.retention import evict_until
 from tieredckpt.engine.keeping.used_packs import users_of
 from tieredckpt.engine.promoting.copy_step import copy_step
 from tieredckpt.engine.state.state import State
@@ -34,7 +35,7 @@ async def collect_on(state: State, collector: Collector, tier: Tier) -> Collecte
         # Asked before chunks are forgotten, which the next step would have to bring again.
         room = partial(fits, tier, sum(sparse.values()))
         try:
-            if sparse and await collector.make_room(tier, room):
+            if sparse and await evict_until(state, collector, tier, room):
                 rewritten = await rewrite(state, collector, tier, set(sparse))
         except NoSpace as error:
             _log.warning("tier %r: packs that are mostly dead stay there for now: %s", tier.name, error)

@@ -15,6 +15,7 @@ from tieredckpt.concurrency import in_thread, side_by_side
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.policies import waits_for_promotion
+from tieredckpt.engine.keeping.retention import evict_unretained, evict_until, replace_oldest
 from tieredckpt.engine.saving.snapshot import Snapshot
 from tieredckpt.engine.state.state import State
 from tieredckpt.engine.tier.ram import Ram
@@ -74,7 +75,7 @@ async def fill_slab(state: State, collector: Collector, snapshot: Snapshot, tier
         elif slab.spare < need and not slab.awaits_memory:
             await state.ram_gate.make_readers_yield(must=False)
             with state.ram_gate.saving():
-                await _evict_and_not_grow(collector, tier)
+                await _evict_and_not_grow(state, collector, tier)
         slab.expect(2 * need, at_least=need)  # for two snapshots, so that later saves wait for no memory
         if slab.spare < need:  # what is there is filled meanwhile
             state.pool.submit(_grow, slab, slab.used + need, lambda: not ended.is_set())
@@ -106,7 +107,7 @@ def _grow(slab: Slab, nbytes: int, while_: Callable[[], bool]) -> None:
         slab.reserve(nbytes, while_)
 
 
-async def _evict_and_not_grow(collector: Collector, tier: Tier) -> None:
+async def _evict_and_not_grow(state: State, collector: Collector, tier: Tier) -> None:
     """Reuse memory before the slab grows, by evicting steps that are not retained.
 
     New memory comes at the speed of page faults, and the save would wait for it; but it comes, so a failure here is
@@ -114,7 +115,7 @@ async def _evict_and_not_grow(collector: Collector, tier: Tier) -> None:
     smaller pieces, and the slab would grow after all.
     """
     try:
-        await collector.evict_unretained(tier)
+        await evict_unretained(state, collector, tier)
     except (TieredCkptError, OSError) as error:
         _log.warning("tier %r grows, for a step could not be evicted: %s", tier.name, error)
 
@@ -136,16 +137,16 @@ async def wait_for_room(state: State, collector: Collector, tier: Tier, enough: 
     loop = asyncio.get_running_loop()
     patience = loop.time() + limits.in_force.wait_for_room
     with state.ram_gate.saving():
-        if await collector.make_room(tier, enough):
+        if await evict_until(state, collector, tier, enough):
             return
     await state.ram_gate.make_readers_yield(must=True)
-    while not await collector.make_room(tier, enough):
+    while not await evict_until(state, collector, tier, enough):
         left = patience - loop.time()
         if when_full == "wait" and left > 0 and _waiting_helps(state, tier):
             await state.changed.wait(min(left, limits.in_force.look_for_room))
             await state.ram_gate.make_readers_yield(must=True)  # one that gave way may have begun anew
             continue
-        if when_full != "skip" and await collector.replace_oldest(tier, enough):
+        if when_full != "skip" and await replace_oldest(collector, tier, enough):
             return
         raise SkipSave(
             f"the slab of tier {tier.name!r} ({format_size(tier.capacity or 0)}) is full of steps that must stay for "

@@ -13,6 +13,7 @@ from tieredckpt.blobs.ram.slab import Slab
 from tieredckpt.engine import limits
 from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.keeping.full_tier import needing
+from tieredckpt.engine.keeping.retention import evict_until
 from tieredckpt.engine.promoting.pack_writer import Batch, Encoder, Payload, write_packs
 from tieredckpt.engine.saving.copy_to_slab import SkipSave, copy_cells, has_room, wait_for_room
 from tieredckpt.engine.saving.slower_tiers import SlowerTiers
@@ -183,7 +184,7 @@ class _Streaming:
         state, snapshot, passage, slab = self.state, self.snapshot, self.passage, self.passage.slab
         if passage.ram is not None:
             with attributed(passage.ram):
-                await self.collector.make_room(passage.ram, partial(has_room, slab, slab.capacity // 2))
+                await evict_until(state, self.collector, passage.ram, partial(has_room, slab, slab.capacity // 2))
         await copy_cells(state, snapshot, passage.index)
         while not snapshot.copied and passage.ram is None:
             if not slab.used:

@@ -22,6 +22,7 @@ from tieredckpt import Checkpoint, CheckpointStore
 from tieredckpt.blobs.ram import store as ram_store
 from tieredckpt.blobs.ram.store import RamStore
 from tieredckpt.engine.keeping.evictor import Evictor
+from tieredckpt.engine.keeping.retention import evict_unretained, evict_until
 from tieredckpt.engine.tier.slab_index import slab_size
 from tieredckpt.errors import Corrupt, NotFound, TierUnavailable
 from tieredckpt.events import SaveSkipped, StepEvicted, TierFailed, TierRecovered
@@ -356,12 +357,12 @@ async def test_an_automatic_slab_takes_the_memory_of_a_step_that_somebody_has_re
         await s.save(2)
         await s.store.flush()
         call, collector = s.store._life.loop.call, s.store._life.engine.collector
-        await call(collector.evict_unretained(tier_of(s.store, "ram")))
+        await call(evict_unretained(s.store._life.engine.state, collector, tier_of(s.store, "ram")))
         assert await s.in_ram() == [2]
         assert slab_of(s.store).used == 2 * STATE
         del seen
         gc.collect()
-        await call(collector.evict_unretained(tier_of(s.store, "ram")))
+        await call(evict_unretained(s.store._life.engine.state, collector, tier_of(s.store, "ram")))
         assert slab_of(s.store).used == STATE
 
 
@@ -394,9 +395,9 @@ async def test_parts_of_what_may_become_a_step_leave_for_room_that_is_needed_alo
 
         collector = s.store._life.engine.collector
         tier.steps.set_apart()
-        await s.store._life.loop.call(collector.evict_unretained(tier))
+        await s.store._life.loop.call(evict_unretained(s.store._life.engine.state, collector, tier))
         assert len(tier.steps.parts) == 1
-        await s.store._life.loop.call(collector.make_room(tier, lambda: False))
+        await s.store._life.loop.call(evict_until(s.store._life.engine.state, collector, tier, lambda: False))
         assert len(tier.steps.parts) == 0
         await s.check(1)
 

@@ -24,6 +24,7 @@ from tieredckpt.blobs.wrap import Pace
 from tieredckpt.concurrency import in_thread
 from tieredckpt.config.tiers import RamTier
 from tieredckpt.engine.keeping.collector import Collector
+from tieredckpt.engine.keeping.retention import evict_until
 from tieredckpt.engine.opening.scan import scan_tier
 from tieredckpt.engine.ranks.commit.commit import Commits
 from tieredckpt.engine.ranks.communicator import COORDINATOR, exchange, gather
@@ -317,7 +318,8 @@ class Replication:
 
     async def _receive_part(self, request: Replicate, part: int, source: int) -> None:
         mine = part == self._group.rank
-        tier, make_room = (self._own, self._collector.make_room) if mine else (self.kept[part], self._let_older_go)
+        evict = partial(evict_until, self._state, self._collector)
+        tier, make_room = (self._own, evict) if mine else (self.kept[part], self._let_older_go)
         step = await receive_part(self._state, self._transfer(request, part), tier, source, make_room)
         if step not in (self._own.steps.held if mine else self._state.records()):  # all have evicted it meanwhile
             await self._collector.evictor.drop_part(step, tier)

@@ -14,6 +14,7 @@ from support.scenes import SOON, config, folder, steps_on
 
 from tieredckpt import CheckpointStore, Shard, Sharded
 from tieredckpt.blobs.wrap import Deadline
+from tieredckpt.engine.keeping.retention import evict_until
 from tieredckpt.engine.tier import step_index
 from tieredckpt.engine.tier.tier import Tier
 from tieredckpt.errors import Corrupt, Invalid, NotFound, RanksUnavailable, TieredCkptError, TierUnavailable
@@ -207,7 +208,7 @@ async def test_a_part_that_was_repaired_is_one_of_a_step_that_counts(place: Plac
         flip(next(Path(first.store.location).glob("steps/*1-*/manifest.ocdbt")), 30)
         (verified,) = await ranks[0].verify(1, "ram", repair=True)
         assert verified.repaired
-        await ranks[0]._life.loop.call(collector.make_room(first, lambda: False))
+        await ranks[0]._life.loop.call(evict_until(ranks[0]._life.engine.state, collector, first, lambda: False))
         for restored in await ranks.restored():
             assert_whole(restored, 1)
 
