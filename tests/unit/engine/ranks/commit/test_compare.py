@@ -367,8 +367,11 @@ async def test_the_trainers_wait_for_the_comparison_is_counted(
 ) -> None:
     async with ranks_of(2, shared_memory, tmp_path) as ranks:
         held = Held(monkeypatch)
-        threading.Timer(0.5, held.end.set).start()
-        await save(ranks, 1, [replica(1)] * 2, DECLARED)
+        saving = asyncio.ensure_future(save(ranks, 1, [replica(1)] * 2, DECLARED))
+        assert await asyncio.to_thread(held.began.wait, SOON)
+        await asyncio.sleep(0.5)
+        held.end.set()
+        await saving
         assert max(heard.of(StepSaved)[0].seconds for heard in ranks.heard) >= 0.4
         assert max(store.observed().stalled_seconds for store in ranks.stores) >= 0.4
 
