@@ -32,9 +32,12 @@ async def test_a_request_that_is_cancelled_before_it_has_begun_leaves_nothing_be
         for number in range(10):
             trainer.send(messages.Request(number, messages.Flush()))
             trainer.send(messages.Cancel(number))
+        trainer.send(messages.Request(10, messages.Flush()))
         running = asyncio.create_task(service.run(()))
-        await asyncio.sleep(0.2)
-        left = len(service._work)
+        while not isinstance(answer := await trainer.read(messages.FromAgent), messages.Response):
+            pass
+        assert answer.number == 10
+        left = len(service._work.keys() - {10})
         trainer.send(messages.Goodbye(False))
         await running
         await wire.close()
@@ -63,14 +66,17 @@ async def test_a_commit_that_is_cancelled_keeps_its_packs_until_it_has_ended(
         trainer = await connect(tmp_path)
         assert trainer is not None
         wire = await accepting
-        running = asyncio.create_task(Service(engine, wire).run(()))
+        service = Service(engine, wire)
+        running = asyncio.create_task(service.run(()))
         trainer.send(messages.Request(1, messages.Lend("disk")))
         trainer.send(messages.Request(2, messages.Commit("disk", manifest, btree, key, {})))  # all chunks were there
         await hold.reached()
         trainer.send(messages.Cancel(2))
         trainer.send(messages.Request(3, messages.GiveBack("disk")))
         trainer.send(messages.Request(4, messages.Collect()))
-        await asyncio.sleep(0.2)
+        while 4 not in service._work:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # in which they would go
         kept = [*(tmp_path / "disk").glob("packs/*/*.pack")]
         hold.release()
         answer: object
