@@ -7,11 +7,13 @@ import dataclasses
 import time
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from support.cohort import Cohort, cohort, part
 from support.limits import limit
+from support.scenes import polled
 
 from tieredckpt.engine.ranks import schedule
 from tieredckpt.events import CommitFailed, StepCommitted
@@ -47,18 +49,30 @@ async def test_a_schedule_of_time_saves_one_step_on_all_ranks_however_they_are_a
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit(monkeypatch, schedule_ahead=0.5)
-    schedule = {"kind": "every", "interval": 0.3}
-    behind, last = (3, 0, 7), 250
+    behind, last, turn, received = (3, 0, 7), 250, 0, list[int]()
+    receive = schedule.SharedSchedule.received
+
+    def noted(self: schedule.SharedSchedule, at: int) -> int | None:
+        late = receive(self, at)
+        received.append(at)
+        return late
+
+    monkeypatch.setattr(schedule.SharedSchedule, "received", noted)
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: turn / 100))
     saved: list[list[int]] = [[] for _ in behind]
-    async with cohort(SIZE, shared_memory, tmp_path / "disk", schedule=schedule) as ranks:
-        state = ranks[
-            0
-        ]._life.engine.state  # what it orders before it knows how fast steps come is for the very next one
-        state.observation.observed = dataclasses.replace(state.observation.observed, started_at=time.time())
+    every = {"kind": "every", "interval": 0.3}
+    async with cohort(SIZE, shared_memory, tmp_path / "disk", schedule=every) as ranks:
+        engine = ranks[0]._life.engine
+        orders = engine.mode.ranked.schedule
+        # What it orders before it knows how fast steps come is for the very next one.
+        engine.state.observation.observed = dataclasses.replace(
+            engine.state.observation.observed, started_at=time.time()
+        )
         for turn in range(last + max(behind)):
             await asyncio.sleep(0.01)
             for rank, lag in enumerate(behind):
                 saved[rank] += await train(ranks, rank, range(max(1, turn + 1 - lag), min(turn + 1 - lag, last) + 1))
+            await polled(lambda: orders._last is None or received.count(orders._last) == SIZE - 1)
         assert saved[0] == saved[1] == saved[2]
         assert len(saved[0]) >= 2
         await ranks.flush()

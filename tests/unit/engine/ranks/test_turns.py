@@ -10,7 +10,7 @@ import pytest
 from support.cohort import DEADLINE, assert_whole, part
 from support.cohort import RanksPlace as Place
 from support.limits import limit
-from support.scenes import SOON
+from support.scenes import SOON, polled
 from support.votes import SIZE, held_up, votes_kept, works
 
 from tieredckpt import CheckpointStore
@@ -81,11 +81,12 @@ async def test_a_save_that_is_refused_behind_others_costs_none_of_them_though_ot
     """The decision on it came before this rank had numbered those, which then began after it."""
     others = [rank for rank in range(SIZE) if rank != hurt]
     async with place.open() as ranks:
+        turns = ranks[hurt]._life.engine.mode.ranked.votes.turns
         with held_up(ranks[hurt], early=True) as (is_held, go_on):
             saving = [asyncio.create_task(ranks.save(1, ranks=[hurt]))]
             assert await asyncio.to_thread(is_held.wait, SOON)
             saving.append(asyncio.create_task(ranks.save(2, ranks=[hurt])))
-            await asyncio.sleep(0.05)
+            await polled(lambda: len(turns._due) == 2)
             with pytest.raises(Invalid):
                 await ranks[hurt].save(3, part(3, hurt, SIZE) | {"own": {"bad": object()}})
             ahead = [await ranks.save(step, ranks=others) for step in (1, 2, 3)]
@@ -216,8 +217,7 @@ async def test_a_rank_that_is_two_saves_behind_when_a_third_is_aborted_makes_the
             behind = [asyncio.create_task(ranks.save(2, ranks=[1]))]
             assert await asyncio.to_thread(is_held.wait, SOON)
             behind.append(asyncio.create_task(ranks.save(3, ranks=[1])))
-            while len(turns._due) < 2:
-                await asyncio.sleep(0.01)
+            await polled(lambda: len(turns._due) == 2)
             for step in (2, 3, 4):
                 await ranks.save(step, ranks=[0, 2])
             await ranks.failed(step=4)
