@@ -11,6 +11,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
 from support.object_stores import Place
+from support.overdue import only_held_calls_are_late
 from support.proxy import Postponed, Proxy, deny, internal_error, lose_reply
 from support.scenes import SOON, Heard, assert_same, config, folder, ram, tree
 
@@ -138,9 +139,10 @@ async def test_a_refusal_does_not_hide_that_an_attempt_before_it_may_have_delete
 
 
 async def test_a_thread_that_hangs_in_a_deletion_takes_no_step_that_was_committed_since(
-    shared_memory: Path, tmp_path: Path, faults: FaultyTiers
+    shared_memory: Path, tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = folder(tmp_path / "disk", promote="never", retain="all", deadline=0.5)
+    only_held_calls_are_late(monkeypatch)
+    disk = folder(tmp_path / "disk", promote="never", retain="all")
     async with CheckpointStore.open(config({"ram": ram(shared_memory), "disk": disk})) as store:
         for step in (1, 2):
             await store.save(step, tree(step))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
+from support.overdue import only_held_calls_are_late
 from support.scenes import (
     CHUNK,
     SOON,
@@ -320,8 +321,11 @@ async def test_a_tier_that_hangs_stops_neither_saves_nor_the_other_tiers(
         assert await store.where(3) == ("ram", "disk", "far")
 
 
-async def test_a_tier_that_hangs_fails_by_its_deadline(shared_memory: Path, disk: Path, faults: FaultyTiers) -> None:
-    settings = config({"ram": ram(shared_memory), "disk": folder(disk, deadline=1.0)})
+async def test_a_tier_that_hangs_fails_by_its_deadline(
+    shared_memory: Path, disk: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_held_calls_are_late(monkeypatch)
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk)})
     async with CheckpointStore.open(settings) as store:
         heard = Heard(store)
         held = faults["disk"].hold("put", key="packs/*", times=None)

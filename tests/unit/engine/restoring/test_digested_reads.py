@@ -11,6 +11,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import flip_chunk, tier_of
 from support.limits import limit
+from support.overdue import only_held_calls_are_late
 from support.scenes import CHUNK, Heard, assert_restored, config, files_below, folder, ram, tree
 
 from tieredckpt import CheckpointStore, Shard
@@ -74,8 +75,9 @@ async def test_what_the_nearest_tier_does_not_deliver_is_read_from_the_next_as_f
 ) -> None:
     """Neighbours together, several runs at a time, and nothing of it twice."""
     limit(monkeypatch, read_run=RUN)
+    only_held_calls_are_late(monkeypatch)
     saved = tree(1, arrays=20)
-    settings = config({name: folder(tmp_path / name, deadline=1.0, retries=100) for name in ("near", "far")})
+    settings = config({name: folder(tmp_path / name, retries=100) for name in ("near", "far")})
     async with CheckpointStore.open(settings) as store:
         await (await store.save(1, saved)).reached("far")
         if failure == "hangs":

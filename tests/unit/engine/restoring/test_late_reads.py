@@ -10,7 +10,8 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support.insight import tier_of
 from support.limits import limit
-from support.scenes import CHUNK, SOON, assert_restored, config, folder, tree
+from support.overdue import only_held_calls_are_late
+from support.scenes import CHUNK, assert_restored, config, folder, tree
 
 from tieredckpt import CheckpointStore
 from tieredckpt.config import StoreConfig
@@ -21,8 +22,14 @@ NEVER = 100
 """Retries that a test would not outlive, of reads that take their deadline each."""
 
 
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that a test holds miss their deadline."""
+    only_held_calls_are_late(monkeypatch)
+
+
 def settings(path: Path, *names: str, **more: Any) -> StoreConfig:
-    return config({name: folder(path / name, **({"deadline": 1.0} | more)) for name in names})
+    return config({name: folder(path / name, **more) for name in names})
 
 
 def reads(faults: FaultyTiers, tier: str, verb: str = "get_into") -> int:
@@ -30,6 +37,7 @@ def reads(faults: FaultyTiers, tier: str, verb: str = "get_into") -> int:
     return sum(call.verb == verb and call.key.startswith(("packs/", "steps/")) for call in faults[tier].calls)
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("codec", ["none", "fast"])
 async def test_the_next_tier_is_asked_when_reads_have_missed_their_deadline_once(
     tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch, codec: str
@@ -48,6 +56,7 @@ async def test_the_next_tier_is_asked_when_reads_have_missed_their_deadline_once
         faults["near"].clear()
 
 
+@pytest.mark.usefixtures("late")
 async def test_the_next_tier_is_asked_for_an_index_that_does_not_come(tmp_path: Path, faults: FaultyTiers) -> None:
     saved = tree(1)
     async with CheckpointStore.open(settings(tmp_path, "near", "far", retries=NEVER)) as store:
@@ -63,6 +72,7 @@ async def test_the_next_tier_is_asked_for_an_index_that_does_not_come(tmp_path: 
         faults["near"].clear()
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("verb", ["get", "get_into"])
 async def test_what_one_tier_alone_has_is_asked_for_again(tmp_path: Path, faults: FaultyTiers, verb: str) -> None:
     saved = tree(1)
@@ -73,6 +83,7 @@ async def test_what_one_tier_alone_has_is_asked_for_again(tmp_path: Path, faults
         assert_restored(await store.restore(), saved)
 
 
+@pytest.mark.usefixtures("late")
 async def test_a_record_that_was_known_from_a_catalog_alone_is_asked_for_again(
     tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +99,7 @@ async def test_a_record_that_was_known_from_a_catalog_alone_is_asked_for_again(
         assert_restored(await store.restore(1), saved)
 
 
+@pytest.mark.usefixtures("late")
 async def test_a_record_that_came_late_and_is_damaged_is_told_as_that(
     tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +120,7 @@ async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(
     tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit(monkeypatch, catalog_entries=1)
-    saved, chosen = tree(1), settings(tmp_path, "near", "far", deadline=SOON)
+    saved, chosen = tree(1), settings(tmp_path, "near", "far")
     async with CheckpointStore.open(chosen) as store:
         for step in (1, 2):
             await (await store.save(step, saved)).reached("far")
@@ -125,6 +137,7 @@ async def test_a_step_that_leaves_while_its_record_is_read_does_not_come_back(
         assert await store.where(1) == ("far",)
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize(("verb", "times"), [("get", 3), ("get_into", 4)])
 async def test_it_is_asked_for_so_often_as_the_tier_says(
     tmp_path: Path, faults: FaultyTiers, verb: str, times: int
