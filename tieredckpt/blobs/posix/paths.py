@@ -29,7 +29,7 @@ from tieredckpt.blobs.posix.files import (
     unusable,
 )
 from tieredckpt.blobs.posix.transfer import BLOCK
-from tieredckpt.errors import Corrupt, TieredCkptError, TierUnavailable
+from tieredckpt.errors import Corrupt, NotFound, TieredCkptError, TierUnavailable
 
 __all__ = ["KEY_PART", "Folders", "Scanned"]
 
@@ -61,7 +61,8 @@ class Scanned:
 class Folders:
     """The tree of folders below ``root``; safe to use from several threads.
 
-    The umask narrows the permissions of new files and folders, unless they are ``exact``.
+    The umask narrows the permissions of new files and folders, unless they are ``exact``. A missing root is made, if
+    it ``makes`` one.
     """
 
     root: Path
@@ -70,6 +71,7 @@ class Folders:
     fsync: bool
     file_mode: int = 0o600
     exact: bool = False
+    makes: bool = True
     facts: dict[str, str] = field(init=False, default_factory=dict)
     """Facts for people about the file system, by name."""
     over_network: ClassVar[bool] = False
@@ -82,10 +84,12 @@ class Folders:
     def __post_init__(self) -> None:
         """Make the root if it is missing. Its parents get the default mode, or the root's mode if that is exact.
 
-        Raises `TieredCkptError`.
+        Raises `TieredCkptError`; `NotFound` where it is not to be made.
         """
         try:
             if not is_folder(self.root):
+                if not self.makes:
+                    raise NotFound(f"there is no folder {self.root}")
                 missing = [path for path in (self.root, *self.root.parents) if not is_folder(path)]
                 for path in reversed(missing):
                     if self.fsync:  # before there is anything in it: who finds the root syncs no name above it

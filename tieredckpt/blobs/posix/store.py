@@ -56,8 +56,8 @@ class PosixStore:
         folder_mode, file_mode: permissions of what is made, narrowed by the umask.
         folders: makes the `Folders` of the root, for a file system that needs others.
         facts: more entries of `facts`.
-        tries: find out by trying what the file system can do. False for a reader, which makes nothing: a refused direct
-            read falls back by itself.
+        tries: find out by trying what the file system can do. False for a reader, which makes nothing: a missing
+            ``root`` is `NotFound`, and a refused direct read falls back by itself.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class PosixStore:
         threads: int = 4,
         folder_mode: int = 0o700,
         file_mode: int = 0o600,
-        folders: Callable[[Path, int, bool, bool, int], Folders] = Folders,
+        folders: Callable[..., Folders] = Folders,
         facts: Mapping[str, str] | None = None,
         tries: bool = True,
     ) -> None:
         self._root = Path(os.path.abspath(root))
-        self._folders = folders(self._root, folder_mode, follow_symlinks, fsync, file_mode)
+        self._folders = folders(self._root, folder_mode, follow_symlinks, fsync, file_mode, makes=tries)
         if fsync and tries:
             with contextlib.suppress(OSError):  # the first put raises it again
                 self._folders.sync_names(self._root)

@@ -135,7 +135,7 @@ class RamStore:
             ) from error
         try:
             return cls(folder, _files(folder, tries=False), slab, note.slab, -1, _notice(folder, note))
-        except OSError as error:
+        except (OSError, NotFound) as error:
             slab.close()
             raise NotFound(f"the RAM tier at {folder} has just gone: {error}") from error
 

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -207,6 +208,23 @@ async def test_a_reader_sees_what_the_writer_puts_and_hinders_nobody(folder: Pat
         await reader.close()
         with pytest.raises(Conflict):
             RamStore.open(folder, MIB)
+
+
+async def test_who_attaches_while_the_writer_removes_the_folder_makes_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor those above it: a trainer's agent left them behind."""
+    files = ram_store._files
+
+    def late(*arguments: Any, **how: Any) -> Any:
+        shutil.rmtree(folder)
+        return files(*arguments, **how)
+
+    async with opened(folder / "own"):
+        monkeypatch.setattr(ram_store, "_files", late)
+        with pytest.raises(NotFound, match="has just gone"):
+            RamStore.attach(folder / "own")
+        assert not folder.exists()
 
 
 def no_inode(*_: object, **__: object) -> None:
