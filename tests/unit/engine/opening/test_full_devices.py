@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from support.scenes import SOON, Heard, assert_restored, config, folder, leases,
 from tieredckpt import CheckpointStore
 from tieredckpt.blobs.posix import store as posix
 from tieredckpt.config import StoreConfig
+from tieredckpt.engine.promoting.promoter import Promoter
 from tieredckpt.engine.tier import lease
 from tieredckpt.errors import Conflict, NoSpace, TierUnavailable
 from tieredckpt.events import TierFailed, TierRecovered
@@ -99,6 +101,18 @@ async def test_a_full_device_that_comes_late_is_restored_from(
             assert_restored(await store.restore(), tree(7))
 
 
+def held_retries(patch: pytest.MonkeyPatch) -> threading.Event:
+    """Failed tiers are tried again once it is set; the retry could begin in the middle of what makes room for it."""
+    come_back, may_come = Promoter._come_back, threading.Event()
+
+    async def later(self: Promoter) -> None:
+        assert await asyncio.to_thread(may_come.wait, SOON)
+        await come_back(self)
+
+    patch.setattr(Promoter, "_come_back", later)
+    return may_come
+
+
 async def filled(settings: StoreConfig) -> None:
     async with CheckpointStore.open(settings) as store:
         for step in 1, 2, 3:
@@ -141,6 +155,7 @@ async def test_one_older_step_leaves_a_full_device_for_a_newer_one(
 async def test_nothing_is_collected_where_another_writer_has_been_before_there_was_room_for_a_lease(
     disk: Path, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
+    limit(monkeypatch, first_retry=SOON)
     settings = config({"disk": folder(disk, retain="all")})
     await filled(settings)
     delete = posix.PosixStore.delete
@@ -183,9 +198,10 @@ async def test_a_step_leaves_a_device_that_has_no_room_to_renew_the_lease(
 
 @pytest.mark.parametrize("marker", ["of an earlier format", "damaged", "lost"])
 async def test_a_full_device_is_read_and_given_room_though_its_marker_is_to_be_written_anew(
-    disk: Path, marker: str
+    disk: Path, monkeypatch: pytest.MonkeyPatch, marker: str
 ) -> None:
     """As by a person who compresses the next steps because it is full."""
+    may_come = held_retries(monkeypatch)
     settings = config({"disk": folder(disk, retain="all")})
     await filled(settings)
     path = disk / "tieredckpt.json"
@@ -201,6 +217,7 @@ async def test_a_full_device_is_read_and_given_room_though_its_marker_is_to_be_w
             heard = Heard(store)
             assert_restored(await store.restore(), tree(3))
             await store.evict(1, "disk")
+            may_come.set()
             await heard.first(TierRecovered)
             assert json.loads(path.read_text())["format_version"] == (2 if marker == "of an earlier format" else 1)
             await (await store.save(4, tree(4))).reached("disk")
@@ -217,9 +234,10 @@ async def test_an_empty_device_that_is_full_counts_as_never_seen(shared_memory: 
 
 
 async def test_nothing_is_compressed_before_a_full_device_has_the_marker_that_says_so(
-    disk: Path, shared_memory: Path
+    disk: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier version would take the tier for one that it can read."""
+    may_come = held_retries(monkeypatch)
     ram_of_test = ram(shared_memory)
     await filled(config({"ram": ram_of_test, "disk": folder(disk, retain="all")}))
     with no_room_on(disk, steps=3):
@@ -227,6 +245,7 @@ async def test_nothing_is_compressed_before_a_full_device_has_the_marker_that_sa
         async with CheckpointStore.open(compressing) as store:
             await store.save(4, compressible(4))
             await store.evict(1, "disk")
+            may_come.set()
             await store.promote(4, "disk")
             pack = max(disk.glob("packs/*/*.pack"), key=lambda path: path.stat().st_mtime_ns)
             version = json.loads((disk / "tieredckpt.json").read_text())["format_version"]
@@ -234,8 +253,11 @@ async def test_nothing_is_compressed_before_a_full_device_has_the_marker_that_sa
 
 
 @pytest.mark.parametrize("foreign", [False, True], ids=["this machine", "another"])
-async def test_a_step_leaves_a_device_full_to_the_last_byte_whose_last_writer_died(disk: Path, foreign: bool) -> None:
+async def test_a_step_leaves_a_device_full_to_the_last_byte_whose_last_writer_died(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool
+) -> None:
     """As of a job that was queued again, on another node: its age was asked of a file that had no room."""
+    limit(monkeypatch, first_retry=SOON)
     settings = config({"disk": folder(disk, retain="all")}, lease_ttl=1.0)
     await filled(settings)
     died = time.time() - 7200
@@ -269,8 +291,11 @@ async def test_the_history_stays_on_a_device_that_others_fill_as_soon_as_a_step_
             assert manifests(disk) >= 7
 
 
-async def test_of_two_writers_without_leases_none_deletes_what_the_other_has_left(disk: Path) -> None:
+async def test_of_two_writers_without_leases_none_deletes_what_the_other_has_left(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Promise 6: what the one knew of as newer had left."""
+    limit(monkeypatch, first_retry=SOON)
     settings = config({"disk": folder(disk, retain="all")})
     await filled(settings)
     with no_room_on(disk):

@@ -233,19 +233,19 @@ async def test_a_commit_that_reads_well_after_a_failed_repair_is_a_good_copy(sce
 
 
 async def test_a_step_is_not_committed_anew_once_a_deletion_of_it_may_come_late(
-    scene: Scene, faults: FaultyTiers
+    quiet: Scene, faults: FaultyTiers
 ) -> None:
     """As of a promotion that began before: the manifest would go, and the copy would count."""
     faults["disk"].fail("delete", Overdue("no answer"), key=MANIFEST)
 
     async def commit_behind_a_deletion() -> None:
-        index = await step_index.load(scene.tier, scene.step)
+        index = await step_index.load(quiet.tier, quiet.step)
         with pytest.raises(Overdue):
-            await commit_file.retract(scene.tier, scene.step)
-        await commit_file.commit(scene.tier, index.record, index.arrays)
+            await commit_file.retract(quiet.tier, quiet.step)
+        await commit_file.commit(quiet.tier, index.record, index.arrays)
 
     with pytest.raises(Conflict, match=r"tier 'disk': a deletion of step 1 .* may still be carried out"):
-        await scene.store._life.loop.call(commit_behind_a_deletion())
+        await quiet.store._life.loop.call(commit_behind_a_deletion())
 
 
 async def test_a_damaged_step_that_is_evicted_while_its_commit_is_read_again_is_told_once_to_be_gone(
