@@ -20,6 +20,7 @@ import pytest
 from reliability.tiers import FaultyTiers
 from support import trainer as trainer_module
 from support.insight import bytes_of_listed_steps, extents, flip, flip_chunk, slab_of, tier_of
+from support.overdue import only_held_calls_are_late
 from support.scenes import CHUNK, SOON, Heard, assert_restored, assert_same, config, crash, folder, ram, tree
 from support.trainer import state
 
@@ -178,11 +179,10 @@ def _raises(error: BaseException) -> Any:
 
 @pytest.mark.parametrize("how", ["dead", "silent"])
 async def test_waiting_for_a_tier_that_does_not_answer_ends_with_its_error(
-    shared_memory: Path, disk: Path, faults: FaultyTiers, how: str
+    shared_memory: Path, disk: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    # No shorter: a slow machine would miss it before anything hangs.
-    patience = {"deadline": "2 s", "min_bandwidth": "1 GB/s"} if how == "silent" else {}
-    settings = config({"ram": ram(shared_memory), "disk": folder(disk, **patience)})
+    only_held_calls_are_late(monkeypatch)
+    settings = config({"ram": ram(shared_memory), "disk": folder(disk)})
     async with asyncio.timeout(SOON), CheckpointStore.open(settings) as store:
         if how == "dead":
             faults.kill("disk", TierUnavailable("the server is gone"))
