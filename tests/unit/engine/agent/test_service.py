@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reliability.tiers import FaultyTiers
@@ -34,8 +35,9 @@ async def test_a_request_that_is_cancelled_before_it_has_begun_leaves_nothing_be
             trainer.send(messages.Cancel(number))
         trainer.send(messages.Request(10, messages.Flush()))
         running = asyncio.create_task(service.run(()))
-        while not isinstance(answer := await trainer.read(messages.FromAgent), messages.Response):
-            pass
+        answer: Any = None
+        while not isinstance(answer, messages.Response):
+            answer = await trainer.read(messages.FromAgent)
         assert answer.number == 10
         left = len(service._work.keys() - {10})
         trainer.send(messages.Goodbye(False))
