@@ -15,7 +15,6 @@ from support.limits import limit
 from tieredckpt import Closed, SyncStore
 from tieredckpt.engine.exporting import held_step
 from tieredckpt.engine.exporting.held_step import Reading
-from tieredckpt.engine.keeping.collector import Collector
 from tieredckpt.engine.promoting import copy_step
 from tieredckpt.engine.saving import copy_to_slab
 from tieredckpt.engine.saving.save import Writer
@@ -196,7 +195,7 @@ def test_a_save_closes_the_gate_while_it_plans_makes_room_copies_and_commits(
     seen: dict[str, set[int]] = {}
     for owner, name in (
         (Writer, "_planned_snapshot"),
-        (Collector, "make_room"),
+        (copy_to_slab, "evict_until"),
         (copy_to_slab, "copy_cells"),
         (commit_file, "encode_now"),
     ):
@@ -210,7 +209,7 @@ def test_a_save_closes_the_gate_while_it_plans_makes_room_copies_and_commits(
         monkeypatch.setattr(owner, name, watched)
     for step in range(4):
         store.save(step, {"w": np.arange(320_000) + step})  # RAM has room for one
-    assert 1 in seen.pop("make_room")  # and open where it waits for a promotion, which an export need not
+    assert 1 in seen.pop("evict_until")  # and open where it waits for a promotion, which an export need not
     assert seen == {name: {1} for name in ("_planned_snapshot", "copy_cells", "encode_now")}
     assert gate._saving == 0
 
