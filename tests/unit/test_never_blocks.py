@@ -194,7 +194,7 @@ async def test_what_blocks_the_trainers_loop_is_seen(
     tmp_path: Path, blocked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with CheckpointStore.open(config({"disk": folder(tmp_path / "disk")})) as opened:
-        monkeypatch.setattr(store, "checked_step", lambda step: time.sleep(0) or step)
+        monkeypatch.setattr(_life, "checked_step", lambda step: time.sleep(0) or step)
         with pytest.raises(blockbuster.BlockingError):
             await opened.save(1, tree())
     assert [f"time.sleep on the loop of {threading.current_thread().name}" in found for found in blocked] == [True]
