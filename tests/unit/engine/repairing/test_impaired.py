@@ -299,7 +299,8 @@ async def lost_for_ranks(
         await save_by_all(stores, step)
         await first.promote(step, "far")
         if shared_memory is not None:
-            await asyncio.gather(*(store.evict(step, "ram") for store in stores))
+            await first.evict(step, "ram")  # with which the other rank drops its part
+            await polled(lambda: not any(tier_of(store, "ram").steps.held for store in stores))
     for name in ("disk", "far"):
         await flip_chunk(first, name, 2, "w1")
     if found:
