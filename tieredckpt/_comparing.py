@@ -33,7 +33,7 @@ from tieredckpt.tree.select import choose, select
 __all__ = ["ONLY", "Comparison", "Difference", "Side", "compare"]
 
 ONLY = ("only in STEP", "only in OTHER")
-"""What is told of a leaf that one side lacks."""
+"""What a `Difference` says of a leaf that only one step has."""
 
 _PART = 512 << 20
 """Bytes of one side that are read together; a larger chunk is read alone."""

@@ -214,7 +214,7 @@ class Inventory:
         return tuple([await _tier(self._state, tier) for tier in self._state.every_tier])
 
     async def pins(self) -> tuple[Pin, ...]:
-        """The pins on the tiers that answer, by serial and tier."""
+        """The pins on the tiers that answer, oldest save first."""
         found: list[Pin] = []
         for tier in self._state.every_tier:
             if not tier.in_memory and tier.answers:

@@ -16,7 +16,7 @@ from tieredckpt.config import to_toml
 
 
 def differences(*arguments: object) -> dict[str, Any]:
-    """What is told of two steps that differ."""
+    """What `diff` prints for programs, of two steps that differ."""
     result = run("diff", *arguments, "--json")
     assert result.exit_code == 1, result.output
     found: dict[str, Any] = json.loads(result.stdout)
