@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -45,6 +45,7 @@ class FaultyTiers:
         self._struck: Counter[tuple[Kind, str]] = Counter()
         """By stores that were opened again since."""
         self._refused: dict[str, Exception] = {}
+        self._scripts: list[Callable[[str, Faulty], None]] = []
 
     def __getitem__(self, tier: str) -> Faulty:
         return self._stores[tier]
@@ -73,7 +74,18 @@ class FaultyTiers:
         if tier in self._stores:
             self._struck += self._stores[tier].struck
         self._stores[tier] = Faulty(store, remembered=self._remembered)
+        for script in self._scripts:
+            script(tier, self._stores[tier])
         return self._stores[tier]
+
+    @contextmanager
+    def from_opening(self, script: Callable[[str, Faulty], None]) -> Iterator[None]:
+        """Give each tier that is opened in the block its ``script`` of faults before its first call."""
+        self._scripts.append(script)
+        try:
+            yield
+        finally:
+            self._scripts.remove(script)
 
     @property
     def struck(self) -> Counter[tuple[Kind, str]]:

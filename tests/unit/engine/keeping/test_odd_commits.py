@@ -16,7 +16,6 @@ from support.limits import limit
 from support.scenes import Heard, assert_restored, config, folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.base import BlobStore
 from tieredckpt.engine.keeping.used_packs import packs_by_step
 from tieredckpt.engine.opening.scan import look_again
 from tieredckpt.engine.tier import step_index
@@ -29,7 +28,7 @@ from tieredckpt.testing.faulty import Faulty
 
 
 async def test_the_packs_of_a_step_stay_whose_commit_could_not_be_read_once(
-    tmp_path: Path, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: FaultyTiers
 ) -> None:
     disk = tmp_path / "disk"
     settings = config({"disk": folder(disk, retain="all")}, grace=GRACE)
@@ -38,18 +37,15 @@ async def test_the_packs_of_a_step_stay_whose_commit_could_not_be_read_once(
             await store.save(step, changed(step))
     for path in disk.glob("packs/*/*"):
         os.utime(path, (time.time() - 2 * GRACE,) * 2)
-    wrap = faults.wrap
 
-    def lying_twice(name: str, blobs: BlobStore) -> Faulty:
-        faulty = wrap(name, blobs)
+    def lying_twice(tier: str, faulty: Faulty) -> None:
         faulty.flip("get", 100, key="steps/0000000002-*/manifest.ocdbt", times=2)
-        return faulty
 
-    monkeypatch.setattr(faults, "wrap", lying_twice)
-    async with CheckpointStore.open(settings) as store:
-        assert [info.step for info in await store.steps()] == [1, 3]
-        await store.collect()
-        assert_restored(await store.restore(2, resume=False), changed(2))
+    with faults.from_opening(lying_twice):
+        async with CheckpointStore.open(settings) as store:
+            assert [info.step for info in await store.steps()] == [1, 3]
+            await store.collect()
+            assert_restored(await store.restore(2, resume=False), changed(2))
 
 
 @pytest.mark.parametrize(("owner", "call"), [(step_index, "load"), (Tier, "now")], ids=["indexes", "time"])

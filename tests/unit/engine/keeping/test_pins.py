@@ -17,7 +17,6 @@ from support.rescan import scan_again
 from support.scenes import assert_restored, config, folder, polled, ram, save_steps, steps_on, tree
 
 from tieredckpt import CheckpointStore, Conflict, Invalid, NoSpace, NotFound, Pin, StoreConfig, TierUnavailable
-from tieredckpt.blobs.base import BlobStore
 from tieredckpt.testing.faulty import Faulty
 
 ONE = {"kind": "last_n", "n": 1}
@@ -245,43 +244,37 @@ async def test_a_pin_whose_answer_was_lost_is_in_force_and_can_be_taken_away(alo
 
 
 async def test_a_pin_is_taken_away_on_a_full_device_that_has_no_room_for_a_lease(
-    alone: Place, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+    alone: Place, faults: FaultyTiers
 ) -> None:
     async with alone.opened(1) as store:
         await store.pin(1)
         await save_steps(store, 2)
-    wrap = faults.wrap
 
-    def full(tier: str, blobs: BlobStore) -> Faulty:
-        found = wrap(tier, blobs)
+    def full(tier: str, faulty: Faulty) -> None:
         if tier == "archive":
-            found.full_after(0)
-        return found
+            faulty.full_after(0)
 
-    monkeypatch.setattr(faults, "wrap", full)
-    async with CheckpointStore.open(alone.config) as store:
-        await store.pin(1, on=False)
-        assert await store.pins() == ()
-        assert await steps_on(store, "archive") == [2]
+    with faults.from_opening(full):
+        async with CheckpointStore.open(alone.config) as store:
+            await store.pin(1, on=False)
+            assert await store.pins() == ()
+            assert await steps_on(store, "archive") == [2]
 
 
 async def test_a_step_that_cannot_be_read_for_now_is_not_evicted_if_it_is_pinned(
-    alone: Place, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+    alone: Place, faults: FaultyTiers
 ) -> None:
     async with alone.opened(1) as store:
         await store.pin(1)
         await save_steps(store, 2)
-    wrap = faults.wrap
 
-    def unreadable(tier: str, blobs: BlobStore) -> Faulty:
-        found = wrap(tier, blobs)
-        found.fail("get", TierUnavailable("EIO"), key="steps/*-000001/*", times=None)
-        return found
+    def unreadable(tier: str, faulty: Faulty) -> None:
+        faulty.fail("get", TierUnavailable("EIO"), key="steps/*-000001/*", times=None)
 
-    monkeypatch.setattr(faults, "wrap", unreadable)
-    async with CheckpointStore.open(alone.config) as store:
-        with pytest.raises(Conflict, match="pinned"):
-            await store.evict(1, "archive")
+    with faults.from_opening(unreadable):
+        async with CheckpointStore.open(alone.config) as store:
+            with pytest.raises(Conflict, match="pinned"):
+                await store.evict(1, "archive")
     assert list(alone.archive.glob("steps/*-000001/manifest*"))
 
 

@@ -25,7 +25,7 @@ from support.limits import limit
 from support.scenes import CHUNK, SOON, Heard, assert_restored, config, folder, new_shared_folder, ram
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.base import BlobStore, Survives
+from tieredckpt.blobs.base import Survives
 from tieredckpt.blobs.wrap import Metered
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening import catalog_read, catalog_write
@@ -184,20 +184,17 @@ async def test_a_damaged_catalog_costs_time_alone_and_is_written_anew(
 
 @pytest.mark.parametrize("error", [TierUnavailable("Input/output error"), NotFound("a writer has replaced it")])
 async def test_a_catalog_that_cannot_be_read_any_more_costs_time_alone_and_is_written_anew(
-    place: Place, error: TieredCkptError, faults: FaultyTiers, monkeypatch: pytest.MonkeyPatch
+    place: Place, error: TieredCkptError, faults: FaultyTiers
 ) -> None:
     await place.trained(1, 2, 3)
     (before,) = place.catalogs
-    wrap = faults.wrap
 
-    def without_it(name: str, store: BlobStore) -> Faulty:
-        faulty = wrap(name, store)
+    def without_it(tier: str, faulty: Faulty) -> None:
         faulty.fail("get", error, key=f"catalogs/{before.name}", times=None)
-        return faulty
 
-    monkeypatch.setattr(faults, "wrap", without_it)
-    async with place.opened() as store:
-        await assert_all_there(store, 1, 2, 3)
+    with faults.from_opening(without_it):
+        async with place.opened() as store:
+            await assert_all_there(store, 1, 2, 3)
     (after,) = place.catalogs
     assert after != before
 

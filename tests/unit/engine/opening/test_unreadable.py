@@ -15,7 +15,6 @@ from support.insight import flip, tier_of
 from support.scenes import Heard, assert_restored, config, folder, ram, tree
 
 from tieredckpt import CheckpointStore
-from tieredckpt.blobs.base import BlobStore
 from tieredckpt.config import StoreConfig
 from tieredckpt.engine.opening.unreadable import Reads
 from tieredckpt.errors import Corrupt, NoSpace, TierUnavailable
@@ -48,17 +47,13 @@ async def saved(settings: StoreConfig, tmp_path: Path) -> Path:
 @contextmanager
 def unreadable(faults: FaultyTiers, *keys: str) -> Iterator[None]:
     """From their opening on, tiers cannot read files of such keys."""
-    wrap = faults.wrap
 
-    def failing(name: str, blobs: BlobStore) -> Faulty:
-        faulty = wrap(name, blobs)
+    def failing(tier: str, faulty: Faulty) -> None:
         for key in keys:
             faulty.fail("get", BAD, key=key, times=None)
             faulty.fail("get_into", BAD, key=key, times=None)
-        return faulty
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "wrap", failing)
+    with faults.from_opening(failing):
         yield
 
 
