@@ -256,6 +256,7 @@ async def test_a_pin_is_taken_away_on_a_full_device_that_has_no_room_for_a_lease
 
     with faults.from_opening(full):
         async with CheckpointStore.open(alone.config) as store:
+            assert tier_of(store, "archive").lacks_lease
             await store.pin(1, on=False)
             assert await store.pins() == ()
             assert await steps_on(store, "archive") == [2]
@@ -273,6 +274,7 @@ async def test_a_step_that_cannot_be_read_for_now_is_not_evicted_if_it_is_pinned
 
     with faults.from_opening(unreadable):
         async with CheckpointStore.open(alone.config) as store:
+            assert [step.step for step in tier_of(store, "archive").steps.damaged] == [1]
             with pytest.raises(Conflict, match="pinned"):
                 await store.evict(1, "archive")
     assert list(alone.archive.glob("steps/*-000001/manifest*"))
